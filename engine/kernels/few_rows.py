@@ -49,7 +49,7 @@ class Box:
 
 IN_16_BITS, IN_8_BITS = Box(64, STRIP * WIDTH, WIDTH), Box(128, STRIP * WIDTH, WIDTH)
 ONLY_W_IN_8_BITS = Box(128, STRIP * WIDTH, 2 * WIDTH)
-WIDENED = 5  # the macro OPERANDS for x in bf16 and W in e4m3
+WIDENED = {torch.float8_e4m3fn: 5}  # the macro OPERANDS, by W's dtype, for x in bf16
 
 
 def box_of(weight: Tensor | Packed, x: torch.dtype) -> Box:
@@ -168,7 +168,7 @@ def _operands(weight: Tensor | Packed, x: torch.dtype) -> tuple[tuple[str, int],
     """The macros of the operands' dtypes."""
     if isinstance(weight, Packed):
         return codes_operands(weight.group, weight.has_zeros)
-    return (("OPERANDS", OPERANDS[x] if x == weight.dtype else WIDENED),)
+    return (("OPERANDS", OPERANDS[x] if x == weight.dtype else WIDENED[weight.dtype]),)
 
 
 def codes_operands(group: int, has_zeros: bool) -> tuple[tuple[str, int], ...]:

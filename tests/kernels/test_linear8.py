@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from engine import kernels
 from engine.kernels import reference
 from engine.kernels.linear8 import MOST_ROWS_IN_16_BITS
-from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
+from engine.kernels.quantize import MaybeQuantized, Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +66,7 @@ def test_few_rows_in_16_bits(m: int, n: int, k: int, normed: bool, followed_by: 
     weight, residual = quantize_weight(w, dtype), torch.randn(m, n, device=DEVICE).bfloat16()
     exact = (rms_norm_exact(x.double(), norm.double()) if normed else x.double()) @ wide(weight).t()
     around = (norm, EPS) if normed else ()
+    found: MaybeQuantized
     with poisoned():
         if followed_by == "nothing":
             found = kernels.linear8(x, weight, *around)
