@@ -7,7 +7,7 @@ from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.families.bert import Bert
 
-# BERT-base, the largest one that was measured. In 8 bits a layer has three more passes over its activations: GeLU and two
+# BERT-base, the largest one that was measured. In 8 bits a layer has more passes over its activations: a bias, GeLU and
 # roundings. They grow with the hidden size, and what the products gain grows with its square. docs/decisions/055.
 _LARGEST_SLOWER = 768
 
