@@ -18,6 +18,7 @@ from engine.devices import DTYPES, DtypeName
 from engine.model.config import ModelConfig
 from engine.model.footprint import HOST_BYTES, keeps_four_bits, num_quantized
 from engine.model.quantized.four_bits import in_four_bits
+from engine.model.slower_in_8_bits import slower_in_8_bits
 
 FILE_HEADER = """\
 # Deploy with: serve deploy FILE
@@ -243,6 +244,9 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"warning: {_some(names)}: one dtype on all nodes, {chosen}, excludes {_some(classes)}, which compute it slowly "
             "or not at all; dtype: float32 uses all nodes"
         )
+    for name, dtype in plan.dtypes.items():
+        if why := slower_in_8_bits(plan.shapes[name], DTYPES[dtype]):
+            yield f"warning: {name}: {why}"
     for node in plan.nodes:
         here = [each for each in plan.assigned if each.node == node.name]
         if not here or not node.cards or node.cards[0].unified:

@@ -22,6 +22,7 @@ from engine.load import load as load_parts
 from engine.model.base import Model
 from engine.model.config import Backend, KvCacheDtype, ModelConfig, OutputName, Pooling, with_kv_cache_dtype
 from engine.model.footprint import MOST_STREAMS
+from engine.model.slower_in_8_bits import slower_in_8_bits
 from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run import reserve
@@ -192,6 +193,8 @@ class Engine:
         else:
             chosen, only = choose(config, dtype, devices[0] if devices else device)
             where = [only]
+        if why := slower_in_8_bits(config, chosen):
+            log.warning("%s: %s", folder, why)
         stages: list[Stage] = []
         with ExitStack() as reserved, torch.inference_mode():
             for each in dict.fromkeys(where):

@@ -49,7 +49,7 @@ class Box:
 
 IN_16_BITS, IN_8_BITS = Box(64, STRIP * WIDTH, WIDTH), Box(128, STRIP * WIDTH, WIDTH)
 ONLY_W_IN_8_BITS = Box(128, STRIP * WIDTH, 2 * WIDTH)
-WIDENED = {torch.float8_e4m3fn: 5, torch.int8: 6}  # the macro OPERANDS for x in bf16 and W in 8 bits
+WIDENED = {torch.float8_e4m3fn: 5}  # the macro OPERANDS, by W's dtype, for x in bf16
 
 
 def box_of(weight: Tensor | Packed, x: torch.dtype) -> Box:
@@ -134,8 +134,7 @@ def few_rows(
 
     Args:
         x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]. Both are bf16, or without a norm e4m3
-            or int8. A weight in 4 or 8 bits takes x in bf16 too. Then an int8 weight is rotated, as `quantize_weight` rotates it,
-            and x is not.
+            or int8. A weight in 4 bits or in e4m3 takes x in bf16 too.
         shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
         followed_by, residual, row_scale, column_scale: as in `gemm_hopper`. x in bf16 has no `row_scale`.
     """

@@ -3,8 +3,8 @@
 On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`. Both fuse the operation that follows. All
 other products are cuBLAS's. docs/decisions/023.
 
-Every function here takes x in 16 bits, [M, K], and quantises it, except where `few_rows` takes x in bf16 (docs/decisions/055). It
-takes x in 8 bits as it is.
+Every function here takes x in 16 bits, [M, K], and quantises it, except where `few_rows` takes x in bf16 with W in e4m3
+(docs/decisions/055). It takes x in 8 bits as it is.
 """
 
 import torch
@@ -22,7 +22,7 @@ from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 _FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
 _INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
 _LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
-MOST_ROWS_IN_16_BITS = 32  # up to so many rows x stays in bf16: the norm needs no kernel of its own, and x is not rounded
+MOST_ROWS_IN_16_BITS = 16  # with W in e4m3, up to so many rows stay in bf16: no kernel quantises them, and they are not rounded
 
 
 def linear8(
@@ -74,8 +74,8 @@ def _few_in_16_bits(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
-    """The product of x in bf16 with the weight in 8 bits. None where no kernel takes it."""
-    if isinstance(x, Quantized) or len(x) > MOST_ROWS_IN_16_BITS:
+    """The product of x in bf16 with a weight in e4m3. None where no kernel takes it, or x in 8 bits is faster."""
+    if isinstance(x, Quantized) or weight.values.dtype != torch.float8_e4m3fn or len(x) > MOST_ROWS_IN_16_BITS:
         return None
     shape = few_rows_shape_of(x, weight.values, norm is not None)
     if shape is None:

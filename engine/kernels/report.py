@@ -170,8 +170,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield from (_few_rows(n, k, rows, norm, followed_by) for rows in ((32, MOST_ROWS) if n * k <= SMALL else (32,)))
             yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
-            for rows, operands in product((8, 32), WIDENED.values()):
-                yield _few_rows(n, k, rows, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": operands})
+            yield _few_rows(n, k, 16, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": WIDENED[torch.float8_e4m3fn]})
             for codes in ((128, False), (32, True)):
                 yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))

@@ -28,7 +28,8 @@ from engine.model.gguf_four_bits import described
 from engine.model.keys import Keys, is_causal, read_labels
 from engine.model.quantized.quantization_config import read_scheme
 from engine.model.quantized.scheme import Quantization
-from engine.model.weight_files import only_gguf, read_linear
+from engine.model.weight_files import read_linear
+from engine.model.weight_paths import only_gguf
 from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
 
 log = logging.getLogger(__name__)

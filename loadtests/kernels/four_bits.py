@@ -99,7 +99,7 @@ def main() -> None:
         f"groups of {GROUP}; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
         f"floor: W's codes and scales at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
         "20 calls to a CUDA graph, over weights that take turns; a chain is one call, and a graph of its own",
-        "in 8 bits: x is quantised before each product; floor of W's values",
+        "in 8 bits: x is quantised before each product, except for up to 16 rows beside float8; floor of W's values",
     ]
     write("kernels_four_bits", "python -m loadtests.kernels.four_bits", tables, notes)
 

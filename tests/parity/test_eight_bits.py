@@ -72,6 +72,23 @@ def test_info_says_what_was_measured() -> None:
     assert {dtype: pytest.approx(values, abs=1e-4) for dtype, values in measured.items()} == said
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype", "is_slower"), [("bert", "int8", True), ("bert", "float32", False), ("qwen3", "int8", False)]
+)
+def test_a_model_that_8_bits_make_slower_says_so(
+    tiny: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    dtype: DtypeName,
+    is_slower: bool,
+) -> None:
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    folder = tiny(kind)
+    Engine.load(folder, dtype=dtype, device="cpu")
+    assert (f"{folder}: BERT models of hidden size 768 or less are slower in 8 bits than in bfloat16" in caplog.text) == is_slower
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8"])
 def test_a_cpu_refuses_them(dtype: DtypeName) -> None:
     with pytest.raises(ModelError, match=rf"{dtype} needs a GPU of compute capability 8\.[09] or more, this is a CPU"):

@@ -625,6 +625,15 @@ def warned(plan: Plan) -> list[str]:
     return [note.removeprefix("warning: ") for note in plan_report.notes(plan) if note.startswith("warning: ")]
 
 
+def test_a_plan_says_what_8_bits_make_slower() -> None:
+    small, large = "BAAI/bge-base-en-v1.5", "BAAI/bge-large-en-v1.5"
+    for dtype in ("float8", "int8"):
+        (warning,) = warned(planned([rtx_5080()], entry(model=small, dtype=dtype)))
+        assert warning.startswith("m: BERT models of hidden size 768 or less are slower in 8 bits than in bfloat16")
+        assert warned(planned([rtx_5080()], entry(model=large, dtype=dtype))) == []
+    assert warned(planned([rtx_5080()], entry(model=small, dtype="bfloat16"))) == []
+
+
 def test_one_gateway_for_several_nodes_is_warned_of() -> None:
     (warning,) = warned(planned([rtx_5080(), SPARK], entry()))
     assert warning == "with one gateway, requests wait for about 10 s if it or its node dies: set gateways: 2 or more"

@@ -2,9 +2,9 @@
 // reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out. W may have 4 bits.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N rows and 128 bytes a box.
 //   norm [K], y [M, N].
-//   OPERANDS: 0 bf16, 2 e4m3, 3 int8; x in bf16 and W in 4 bits (4), e4m3 (5) or int8 (6). 2 and 3 have no norm, and row_scale
+//   OPERANDS: 0 bf16, 2 e4m3, 3 int8; x in bf16 and W in 4 bits (4) or in e4m3 (5). 2 and 3 have no norm, and row_scale
 //   float [M]: row i of x has been divided by row_scale[i]. W in 8 bits has column_scale float [N]: row j of W has been divided by
-//   column_scale[j]. In 6, W is rotated (csrc/quantize.cu) by blocks of 16 columns, and x is not.
+//   column_scale[j].
 //   W in 4 bits: w is the tensor map of its records (csrc/codes.cuh), [N / 16, bytes]. A box holds a record of each 16 rows.
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
@@ -22,11 +22,13 @@
 // multiply the sums of a group. Mins multiply the sums of its x.
 // Hopper has no such instruction for e4m3, so e4m3 is converted to fp16, which holds every value of e4m3. The conversion changes
 // the order of the columns, in the same way for x and for W.
-// x in bf16 and W in 8 bits: W is converted to bf16, which holds every value of e4m3 and of int8. The conversion takes the even
-// columns of each four first, then the odd ones. A product of x with a 16 x 16 matrix brings x into this order, and rotates it
-// for 6. Its result lies in the registers in which the next product expects x.
+// x in bf16 and W in e4m3: W is converted to bf16, which holds every value of e4m3. The conversion takes the even columns of each
+// four first, then the odd ones. A product of x with a permutation matrix brings x into this order. Its result lies in the
+// registers in which the next product expects x.
 //
 // Floor: the N * K values of W, read once.
+// Tried: x in bf16 and W in int8, with the Hadamard matrix in place of the permutation. Slower than int8 times int8
+// (docs/decisions/055).
 // Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
 // of x as of W. It is slower than cuBLAS from K = 2,560 on.
 #if OPERANDS == 4
@@ -190,23 +192,15 @@ __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows
     }
 }
 #else
-// Converts two of the four values in a word to a pair of bf16, exactly: the bytes ODD and ODD + 2.
+// Converts two of the four values of e4m3 in a word to a pair of bf16, exactly: the bytes ODD and ODD + 2.
 template <int ODD>
 __device__ __forceinline__ u32 pair_of(u32 word) {
-#if OPERANDS == 6
-    // Of the byte v, the low seven bits l and the sign bit s give 128 + l and -128 or -256, whose sum is v = l - 128 s.
-    if (ODD) word >>= 8;
-    u32 pair;
-    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"((word & 0x007f007fu) | 0x43004300u), "r"((word & 0x00800080u) | 0xc300c300u));
-    return pair;
-#else
     // Exponent and mantissa of e4m3, read as those of bf16, are 2^120 times too small.
     const u32 magnitude = ODD ? (word & 0x7f007f00u) >> 4 : (word & 0x007f007fu) << 4;
     return times(((ODD ? word : word << 8) & 0x80008000u) | magnitude, 0x7b807b80u);
-#endif
 }
 
-// The 16 x 16 matrix with which x is multiplied, as the operands of two products. Result j of a lane has the columns 4 (lane % 4) + j
+// The permutation matrix with which x is multiplied, 16 x 16, as the operands of two products. Result j of a lane has the columns 4 (lane % 4) + j
 // and + j + 2.
 struct Order {
     u32 words[2][2];
@@ -217,10 +211,7 @@ struct Order {
 #pragma unroll
             for (int far = 0; far < 2; ++far) {
                 const int row = far * 8 + lane % 4 * 2, column = lane / 8 * 4 + lane / 4 % 2 * 2 + j;
-                auto value = [&](int row) {
-                    return OPERANDS == 6 ? (__popc(row & column) % 2 ? -0.25f : 0.25f) : (row == column ? 1.f : 0.f);
-                };
-                words[j][far] = pack(value(row), value(row + 1));
+                words[j][far] = pack(row == column, row + 1 == column);
             }
     }
 };
