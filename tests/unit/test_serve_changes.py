@@ -97,7 +97,13 @@ def test_the_numbers_are_said() -> None:
             ],
         ),
         ({"aliases": ["l"]}, ["replaces all replicas of gateway, one after another, because of other args.models"]),
-        ({"min_replicas": 0}, [f"moves {POOL} from 1-1 to 0-1 replicas, and replaces none", "replaces all replicas of gateway"]),
+        (
+            {"min_replicas": 0},
+            [
+                f"replaces all replicas of {POOL}, one after another, because of other args.sleeps",
+                "replaces all replicas of gateway",
+            ],
+        ),
         (
             {"gateways": 4},
             ["replaces all replicas of gateway, one after another, because of other Gateway.max_replicas_per_node"],
@@ -148,4 +154,6 @@ def test_the_command_says_it_before_anything_is_deployed(tmp_path: Path) -> None
 
     assert planned("") == ""
     assert planned("") == "nothing"
-    assert planned(", min_replicas: 0").startswith(f"moves {POOL} from 1-1 to 0-1 replicas, and replaces none")
+    assert planned(", min_replicas: 0").startswith(
+        f"replaces all replicas of {POOL}, one after another, because of other args.sleeps"
+    )
