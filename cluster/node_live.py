@@ -120,11 +120,11 @@ def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -
         return nodes_to_plan_with(Readings().read(), say)
 
 
-def _describe_itself() -> Node:
+def _describe_itself(name: str, reserve_bytes: int | None) -> Node:
     """Runs on each node that is asked. Only there torch is imported: a gateway asks, too, and does without torch's memory."""
     from cluster.inventory import this_node
 
-    return this_node()
+    return this_node(name, reserve_bytes)
 
 
 class Readings:
