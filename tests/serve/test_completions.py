@@ -304,7 +304,7 @@ def test_each_expression_of_dashboards_and_alerts_has_a_result(http: httpx.Clien
         for _ in range(5):
             if empty <= EMPTY:
                 break
-            sleep(1)  # on a busy machine a scrape fails, and Prometheus has no series until the next one
+            time.sleep(1)  # on a busy machine a scrape fails, and Prometheus has no series until the next one
             empty = {name for name in empty if not query(expressions[name])}
         models = {each["metric"]["model"] for each in query("emberforge_memory_used_bytes")}
         gateways = query('count by (replica) (te_request_count{pool=""})')
