@@ -6,7 +6,6 @@ from time import monotonic
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayError
 from starlette.types import ASGIApp
 
 from cluster.applied import RayStore
@@ -59,7 +58,7 @@ class Gateway(TeiServicer):
             log.warning("no replica reports; testing the connection to Ray Serve's controller")
             try:
                 await asyncio.to_thread(ask_controller)
-            except RayError as error:
+            except Exception as error:  # the head may be down: Ray then finds no actor
                 log.warning("Ray Serve's controller cannot be reached: %r", error)
         if self._models.has_trials:
             try:
