@@ -6,22 +6,19 @@ The nodes, the models and the engines are those of `loadtests.cluster`. The clie
 in front of two of the nodes. The clients compare each vector with the one that belongs to its input.
 """
 
-import json
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import sleep
 from typing import Any
 
-import psutil
-
 from loadtests.cluster import NODES, add, apply, balanced, build, capacity, config, deploy
 from loadtests.cluster_load import DEADLINE_S, WRONG, Result, Site, failures, summary
-from loadtests.lab import lab, possible, wait_for
-from loadtests.report import RESULTS, write
+from loadtests.faults import Fault, drain, kill, measure_faults
+from loadtests.lab import lab, wait_for
+from loadtests.report import write
 
 INGRESS = ("pc1", "gb10")  # the balancer's nodes; each has a gateway at first
 HOSTS = (*INGRESS, "pc2")  # the nodes that may have a gateway
@@ -31,8 +28,6 @@ DOWN_S = 20.0  # a link that comes back
 STILL_S = 15.0  # a replica that stands still
 DRAIN_S = 65  # the drained node's deadline
 DEPLOYS, BETWEEN_S = 4, 12.0
-
-Fault = Callable[[Site, Path], None]
 
 
 @contextmanager
@@ -52,18 +47,8 @@ def content(**settings: Any) -> dict[str, Any]:
     return made
 
 
-def process(site: Site, what: str, *names: str) -> psutil.Process:
-    """The first process with `what` in its command line on these nodes."""
-    everyone = [each for name in names for each in site.laboratory.members[name].processes()]
-    return next(each for each in everyone if what in " ".join(each.cmdline()))
-
-
-def kill(what: str, *names: str) -> Fault:
-    return lambda site, _: process(site, what, *names).kill()
-
-
 def stop_replica(site: Site, _: Path) -> None:
-    stopped = process(site, "ServeReplica:lite", "pc2")
+    stopped = site.laboratory.process("ServeReplica:lite", "pc2")
     stopped.send_signal(signal.SIGSTOP)
     sleep(STILL_S)
     stopped.send_signal(signal.SIGCONT)
@@ -104,14 +89,6 @@ def kill_node(site: Site, _: Path) -> None:
     add(site.laboratory, NODES[1], "pc3")
 
 
-def drain_node(site: Site, _: Path) -> None:
-    """As docs/operate/drain.md. Then the node is switched off."""
-    reason = "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"
-    site.laboratory.run("pc2", "-m", "ray.scripts.scripts", "drain-node", *reason, "--deadline-remaining-seconds", str(DRAIN_S))
-    sleep(DRAIN_S)
-    site.laboratory.members["pc2"].kill()
-
-
 # A cluster is whole again after a fault of the first kind, and serves for the next one. Seconds of load after the fault.
 MENDED: dict[str, tuple[Fault, float]] = {
     "a replica is killed": (kill("ServeReplica:lite", "pc2"), 25),
@@ -125,7 +102,7 @@ MENDED: dict[str, tuple[Fault, float]] = {
 }
 LASTING: dict[str, tuple[Fault, float]] = {
     "a node's raylet is killed": (kill("raylet/raylet", "cpu"), 30),
-    f"a node is drained, and switched off {DRAIN_S} s later": (drain_node, DRAIN_S + 20),
+    f"a node is drained, and switched off {DRAIN_S} s later": (drain("pc2", DRAIN_S), DRAIN_S + 20),
     "an ingress node is killed; 10 s later another joins": (kill_node, 50),
     "an ingress node is unplugged (packets vanish)": (unplug("gb10"), 40),
     "the head is killed": (lambda site, _: site.laboratory.head.kill(), 40),
@@ -133,25 +110,14 @@ LASTING: dict[str, tuple[Fault, float]] = {
 
 
 def main(wanted: Sequence[str]) -> None:
-    """Measures the faults that are named, or all. The rows of the others stay in the table."""
-    if not possible():
-        raise SystemExit("this needs network namespaces: run it as root where iproute2 is installed")
-    file = RESULTS / "cluster_faults.json"
-    known = json.loads(file.read_text(encoding="utf-8"))["tables"][TITLE] if wanted and file.exists() else []
-    rows = {each["fault"]: each for each in known}
-    left = [name for name in (*MENDED, *LASTING) if not wanted or name in wanted]
-    while left:
-        with tempfile.TemporaryDirectory(prefix="ef-", dir="/tmp") as folder, running(Path(folder)) as site:
-            name = ""
-            while left and name not in LASTING:
-                name = left.pop(0)
-                wait_for("all replicas", lambda: site.ready() >= len(NODES), 120)
-                rows[name] = {"fault": name} | measured(site, Path(folder), *(MENDED | LASTING)[name])
-                report([rows[each] for each in (*MENDED, *LASTING) if each in rows])
+    """Measures the faults that are named, or all."""
+    measure_faults("cluster_faults", TITLE, (list(MENDED), list(LASTING)), wanted, running, measured, report)
 
 
-def measured(site: Site, folder: Path, fault: Fault, seconds: float) -> dict[str, Any]:
+def measured(site: Site, folder: Path, name: str) -> dict[str, Any]:
     """A fault under load, `QUIET_S` after its start."""
+    fault, seconds = (MENDED | LASTING)[name]
+    wait_for("all replicas", lambda: site.ready() >= len(NODES), 120)
     load = site.load((LOAD * capacity(), QUIET_S + seconds))
     load.at(QUIET_S + 1)  # its first request is due after a second
     fault(site, folder)

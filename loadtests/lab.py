@@ -191,6 +191,11 @@ class Lab:
         command = self.members[name].command(program, arguments)
         return subprocess.Popen(command, env=self._environment_of(name), stdout=subprocess.PIPE, text=True)
 
+    def process(self, what: str, *names: str) -> psutil.Process:
+        """The first process with `what` in its command line on these machines."""
+        everyone = [each for name in names for each in self.members[name].processes()]
+        return next(each for each in everyone if what in " ".join(each.cmdline()))
+
     def close(self) -> None:
         for member in self.members.values():
             member.leave()

@@ -11,7 +11,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,9 @@ from engine.model_id import EMBEDDED_GENERATOR
 from loadtests.balancer import haproxy
 from loadtests.cluster import apply, balanced, build, rtx_5080
 from loadtests.cluster_load import Site
-from loadtests.lab import lab, possible, wait_for
-from loadtests.report import RESULTS, write
+from loadtests.faults import Fault, drain, kill, measure_faults
+from loadtests.lab import lab, wait_for
+from loadtests.report import write
 from loadtests.stub_streams import token_at
 
 NODES = tuple(rtx_5080(name) for name in ("pc1", "pc2", "pc3"))
@@ -98,16 +98,6 @@ def outcomes(process: "subprocess.Popen[str]") -> dict[str, int]:
     return dict(Counter(outcome for outcome, *_ in results(process)))
 
 
-def kill(what: str, *names: str) -> Callable[[Site, Path], None]:
-    """Kills the first process with `what` in its command line on these nodes."""
-
-    def fault(site: Site, _: Path) -> None:
-        everyone = [each for name in names for each in site.laboratory.members[name].processes()]
-        next(each for each in everyone if what in " ".join(each.cmdline())).kill()
-
-    return fault
-
-
 def change(site: Site, folder: Path, part: int | slice, edit: Callable[[dict[str, Any]], object]) -> None:
     """Deploys what runs, with changed applications: the last one is the gateway's."""
     content = yaml.safe_load((folder / "serve.yaml").read_text(encoding="utf-8"))
@@ -143,15 +133,6 @@ def unplug_node(site: Site, _: Path) -> None:
     site.laboratory.members["pc3"].unplug()
 
 
-def drain_node(site: Site, _: Path) -> None:
-    """As docs/operate/drain.md, with a deadline that comes before the streams end. Then the node is switched off."""
-    reason = "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"
-    deadline = "--deadline-remaining-seconds", str(DRAIN_S)
-    site.laboratory.run("pc3", "-m", "ray.scripts.scripts", "drain-node", *reason, *deadline)
-    sleep(DRAIN_S)
-    kill_node(site, Path())
-
-
 def kill_head(site: Site, _: Path) -> None:
     site.laboratory.members["head"].kill()
 
@@ -163,7 +144,7 @@ def reload_balancer(site: Site, folder: Path) -> None:
 
 
 # A cluster is whole again after a fault of the first kind, and serves for the next one.
-MENDED: dict[str, Callable[[Site, Path], None]] = {
+MENDED: dict[str, Fault] = {
     "a replica is killed": kill("ServeReplica:chat", "pc3"),
     "the replicas are redeployed": redeploy_replicas,
     "the gateways are redeployed": redeploy_gateways,
@@ -171,33 +152,26 @@ MENDED: dict[str, Callable[[Site, Path], None]] = {
     "the load balancer's HAProxy is reloaded": reload_balancer,
     "a gateway is killed": kill("ServeReplica:gateway", *INGRESS),
 }
-LASTING: dict[str, Callable[[Site, Path], None]] = {
+LASTING: dict[str, Fault] = {
     "the head is killed": kill_head,
     "a node is killed": kill_node,
     "a node is unplugged (packets vanish)": unplug_node,
-    f"a node is drained, and switched off {DRAIN_S} s later": drain_node,
+    f"a node is drained, and switched off {DRAIN_S} s later": drain("pc3", DRAIN_S),
 }
 
 
 def main(wanted: Sequence[str]) -> None:
-    """Measures the faults that are named, or all. The rows of the others stay in the table."""
-    if not possible():
-        raise SystemExit("this needs network namespaces: run it as root where iproute2 is installed")
-    file = RESULTS / "stream_faults.json"
-    known = json.loads(file.read_text(encoding="utf-8"))["tables"][TITLE] if wanted and file.exists() else []
-    rows = {each["fault"]: each for each in known}
-    left = [name for name in (*MENDED, *LASTING) if not wanted or name in wanted]
-    while left:
-        with tempfile.TemporaryDirectory(prefix="ef-", dir="/tmp") as folder, running(Path(folder)) as site:
-            name = ""
-            while left and name not in LASTING:
-                name = left.pop(0)
-                whole(site)
-                clients = ask(site)
-                sleep(FAULT_AT_S)
-                (MENDED | LASTING)[name](site, Path(folder))
-                rows[name] = {"fault": name} | row(results(clients))
-                report([rows[each] for each in (*MENDED, *LASTING) if each in rows])
+    """Measures the faults that are named, or all."""
+    measure_faults("stream_faults", TITLE, (list(MENDED), list(LASTING)), wanted, running, measured, report)
+
+
+def measured(site: Site, folder: Path, name: str) -> dict[str, Any]:
+    """A fault under all streams."""
+    whole(site)
+    clients = ask(site)
+    sleep(FAULT_AT_S)
+    (MENDED | LASTING)[name](site, folder)
+    return row(results(clients))
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:
