@@ -79,7 +79,7 @@ def attack(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
 
 
 def read_all(port: int, num_sockets: int, sent: bytes, pipe: Pipe) -> None:
-    """The same connections from a client that reads each answer at once. Sends the same as `attack`."""
+    """Opens the same connections, and reads each answer at once. Sends what `attack` sends."""
     asyncio.run(_read_all(port, num_sockets, sent, pipe))
 
 
