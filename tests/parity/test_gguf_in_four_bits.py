@@ -191,7 +191,10 @@ def test_a_file_without_blocks_is_not_quantised(tiny: Tiny, tmp_path: Path) -> N
 @STAYS
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: Kind) -> None:
-    """Steps of a few streams and prompts of many rows: as close to fp32 as the dequantised model in bf16."""
+    """Steps of a few streams and prompts of many rows: as close to fp32 as the dequantised model in bf16.
+
+    Medians are compared: greedy decoding of random weights has ties, and after one the answers are other tokens.
+    """
     folder = generator(tiny, tmp_path, family, kind, MIXED)
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     kept = Engine.load(folder, dtype="bfloat16", device="cuda")
@@ -199,5 +202,5 @@ def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr(load, "has_four_bits", lambda device: False)
     plain = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert four_bit_layers(plain) == 0
-    error, theirs = (np.abs(log_probs(each) - exact).mean() for each in (kept, plain))
-    assert error <= 1.5 * theirs + 1e-3
+    error, theirs = (np.median(np.abs(log_probs(each) - exact)) for each in (kept, plain))
+    assert 0 < error <= 1.25 * theirs

@@ -200,5 +200,5 @@ def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr(load, "has_four_bits", lambda device: False)
     plain = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert four_bit_layers(plain) == 0
-    error, theirs = (np.abs(log_probs(each) - exact).mean() for each in (kept, plain))
+    error, theirs = (np.median(np.abs(log_probs(each) - exact)) for each in (kept, plain))
     assert error <= 1.5 * theirs + 1e-3
