@@ -7,17 +7,23 @@ from cluster.model_spec import ModelOptions, ModelSpec
 from engine.errors import ModelError
 from engine.hub import resolve_model
 from engine.model.config import ModelConfig, with_kv_cache_dtype
-from engine.model.folder import load_model_config
 from engine.model_id import is_path, split_revision
 from engine.revision import commit_of, is_commit, revision_of
+
+
+def find_folder(spec: ModelSpec, weights: bool = False) -> Path:
+    """The model's folder. Downloads missing files; weights only with `weights`. Raises: ModelError."""
+    return resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
 
 
 def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfig]:
     """The model's folder, and its configuration with the spec's options. Downloads missing files; weights only with `weights`.
 
-    Raises: ModelError.
+    Imports torch. Raises: ModelError.
     """
-    folder = resolve_model(spec.model, weights=weights, code=spec.trust_remote_code)
+    from engine.model.folder import load_model_config
+
+    folder = find_folder(spec, weights)
     config = load_model_config(
         folder,
         spec.pooling,
@@ -39,7 +45,7 @@ def pinned(spec: ModelSpec) -> ModelSpec:
     if asked is not None and is_commit(asked):
         found: str | None = asked
     else:
-        folder = resolve_model(spec.model, weights=False, code=spec.trust_remote_code)
+        folder = find_folder(spec)
         found = revision_of(folder, spec.trust_remote_code)
         asked = commit_of(folder)
     if spec.revision is not None and found is not None and found != spec.revision:

@@ -17,6 +17,7 @@ from loadtests.stub_streams import StreamingEngine
 from serve_app.deployment import deployment_options
 from serve_app.gateway.app import Gateway
 from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.facts import Facts, read_facts
 from serve_app.replica import pool
 
 END = 2  # the embedded generator's end of text
@@ -122,15 +123,15 @@ POLICIES: dict[str, Callable[[], Any]] = {
 class PolicyGateway(Gateway):
     """A gateway that chooses replicas for streams by one of `POLICIES`."""
 
-    def __init__(self, args: GatewayArgs, policy: str) -> None:
+    def __init__(self, args: GatewayArgs, facts: Facts, policy: str) -> None:
         from serve_app.gateway import models
 
         models.choose_stream = POLICIES[policy]()
-        super().__init__(args)
+        super().__init__(args, facts)
 
 
 def bind_gateway(args: GatewayArgs, policy: str, **options: Any) -> serve.Application:
     chosen = deployment_options(args.settings) | options
     deployment = serve.deployment(name="Gateway")(serve.ingress()(PolicyGateway)).options(**chosen)
-    application: serve.Application = deployment.bind(args, policy)
+    application: serve.Application = deployment.bind(args, read_facts(args), policy)
     return application

@@ -6,6 +6,9 @@ from typing import Literal
 from engine.errors import InvalidInput
 from engine.model.quantized.scheme import Quantization
 
+# Warm-up tries token budgets up to this one.
+MOST_BATCH_TOKENS = 16384
+
 Pooling = Literal["mean", "cls", "last_token", "max", "mean_sqrt_len", "weighted_mean", "splade"]
 # Poolings that read one token of a sequence. The others read all tokens.
 ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")

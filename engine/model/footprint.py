@@ -9,6 +9,7 @@ import torch
 from engine.devices import INT4, compute_dtype, is_8_bits
 from engine.heads.classifier import Head
 from engine.heads.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
+from engine.model.config import MOST_BATCH_TOKENS as MOST_BATCH_TOKENS
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
@@ -19,8 +20,6 @@ from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_page
 # A card's own memory, the host's memory lent to a GPU, or the host's memory.
 MemoryKind = Literal["gpu", "unified", "cpu"]
 
-# Warm-up tries token budgets up to this one.
-MOST_BATCH_TOKENS = 16384
 # CUDA graphs are captured for batches up to this size, or up to the size whose pass takes _GRAPH_BYTES, if that is smaller (the
 # 0.6B's largest graph fits). Larger models compute for so long that the host keeps up without graphs.
 MOST_GRAPH_TOKENS = MOST_BATCH_TOKENS

@@ -15,6 +15,7 @@ from cluster.updates import ask_controller, keep_listening
 from serve_app.deployment import deployment_options
 from serve_app.garbage import collect_seldom, keep_little
 from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.facts import Facts, read_facts
 from serve_app.gateway.models import PooledModels
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
@@ -30,14 +31,14 @@ _TELL_TIMEOUT_S = 5.0
 class Gateway(TeiServicer):
     """The gateway's deployment. It takes HTTP and gRPC requests, and calls the pools over wires and Serve's handles."""
 
-    def __init__(self, args: GatewayArgs) -> None:
+    def __init__(self, args: GatewayArgs, facts: Facts) -> None:
         observe_process("gateway")
         collect_seldom()
         keep_little()
         keep_private()
         keep_listening()
         limit_messages(args.settings.payload_limit)
-        self._models = PooledModels(args)
+        self._models = PooledModels(args, facts)
         metrics = Metrics("gateway")
         self._models.show_in(metrics)
         self._api = Api(self._models, args.settings, metrics, in_serve=True, sharing=args.gateways)
@@ -80,5 +81,5 @@ def bind(args: GatewayArgs, **options: Any) -> serve.Application:
     """Like `build`, with deployment options. Benchmarks use it."""
     chosen = deployment_options(args.settings) | options
     deployment = serve.deployment(name="Gateway")(serve.ingress()(Gateway)).options(**chosen)
-    application: serve.Application = deployment.bind(args)
+    application: serve.Application = deployment.bind(args, read_facts(args))
     return application

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from cluster.applied import Store
-from cluster.model_folder import pinned, read_model
+from cluster.model_folder import find_folder, pinned
 from cluster.model_spec import IDLE_PROMPTS
 from cluster.prefixes import page_hashes
 from cluster.router import COLD_START_S, PoolLoad, Ticket, choose, split
 from cluster.stream_router import StreamLoad, choose_stream
 from engine.errors import DeadlineOutOfReach, EmberError, InvalidInput
-from engine.model.config import ModelConfig
-from engine.model.footprint import MOST_BATCH_TOKENS, num_parameters
+from engine.model.config import MOST_BATCH_TOKENS
 from engine.options import EmbedOptions, SamplingOptions, TokenIds
 from engine.request_tag import request_tags
 from engine.results import Embeddings
@@ -33,6 +32,7 @@ from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
 from serve_app.errors import Asleep as ModelAsleep
 from serve_app.errors import Quarantined, Unhealthy, UnknownModel
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
+from serve_app.gateway.facts import Facts, ModelFacts
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
 from serve_app.gateway.remote import LOST, ReplicaDied, Stopping, in_background
@@ -52,9 +52,9 @@ class PooledModel:
 
     _load_kind = PoolLoad
 
-    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
+    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, facts: ModelFacts, timeout_s: float = inf) -> None:
         """Reads the model's tokenizer, not its weights. `timeout_s` is the timeout of a request."""
-        spec = given.spec
+        spec, config = given.spec, facts.config
         if config.idle_prompts:
             log.info(IDLE_PROMPTS.format(model=spec.name, names=", ".join(config.idle_prompts)))
         self.given, self._asleep, self._timeout_s = given, asleep, timeout_s
@@ -67,7 +67,7 @@ class PooledModel:
         for pool in self.pools:
             pool.load.on_deaths = self.suspects.learn
             pool.load.on_loaded = self._note_loaded
-        self.num_parameters = num_parameters(config)
+        self.num_parameters = facts.num_parameters
         self._info = ModelInfo.of(
             config,
             folder,
@@ -258,11 +258,12 @@ class PooledGenerator(PooledModel):
 
     _load_kind = StreamLoad
 
-    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, config: ModelConfig, timeout_s: float = inf) -> None:
+    def __init__(self, given: GatewayModel, asleep: Asleep, folder: Path, facts: ModelFacts, timeout_s: float = inf) -> None:
         """`timeout_s` is the timeout of an answer's first token. The whole answer has no timeout."""
-        assert config.generation is not None, "the model generates"
-        super().__init__(given, asleep, folder, config, timeout_s)
-        self.prompts, self.generation = Prompts.of(folder, self.tokenizer.shared), config.generation
+        generation = facts.config.generation
+        assert generation is not None, "the model generates"
+        super().__init__(given, asleep, folder, facts, timeout_s)
+        self.prompts, self.generation = Prompts.of(folder, self.tokenizer.shared), generation
 
     @property
     def info(self) -> ModelInfo:
@@ -355,26 +356,25 @@ class PooledGenerator(PooledModel):
         return self._admitted(load, ticket, qos), replace(ticket, replica=replica)
 
 
-def _pooled(given: GatewayModel, asleep: Asleep, timeout_s: float) -> PooledModel:
+def _pooled(given: GatewayModel, asleep: Asleep, facts: ModelFacts, timeout_s: float) -> PooledModel:
     """Raises: ModelError."""
     given = given.model_copy(update={"spec": pinned(given.spec)})
-    folder, config = read_model(given.spec)
-    if config.generation is not None:
-        return PooledGenerator(given, asleep, folder, config, timeout_s)
-    return PooledModel(given, asleep, folder, config, timeout_s)
+    kind = PooledModel if facts.config.generation is None else PooledGenerator
+    return kind(given, asleep, find_folder(given.spec), facts, timeout_s)
 
 
 class PooledModels:
     """All models of the cluster."""
 
-    def __init__(self, args: GatewayArgs) -> None:
+    def __init__(self, args: GatewayArgs, facts: Facts) -> None:
         timeout_s = args.settings.request_timeout_s
-        self._models = [_pooled(each, args.asleep, timeout_s) for each in args.models]
+        self._models = [_pooled(each, args.asleep, facts[each.spec], timeout_s) for each in args.models]
         self._versions = dict[PooledModel, Versions]()  # by the old version
         for model in self._models:
             if (trial := model.given.trial) is not None:
                 given = model.given.model_copy(update={"spec": trial.spec, "pools": trial.pools, "trial": None})
-                self._versions[model] = Versions(model, _pooled(given, args.asleep, timeout_s), trial.percent)
+                new = _pooled(given, args.asleep, facts[trial.spec], timeout_s)
+                self._versions[model] = Versions(model, new, trial.percent)
         self._by_name = {name: model for model in self._models for name in (model.given.spec.name, *model.given.aliases)}
         self._default = self._by_name[args.default]
 

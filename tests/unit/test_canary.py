@@ -25,6 +25,7 @@ from engine.request_tag import RequestTag, request_tags
 from serve_app.admission.accounts import Account, called_by
 from serve_app.admission.qos import Qos
 from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.facts import read_facts
 from serve_app.gateway.models import PooledModels
 from serve_app.observe.usage import Usage
 from serve_app.replica.pool import PoolArgs
@@ -93,7 +94,8 @@ def models(monkeypatch: pytest.MonkeyPatch, **new: Any) -> PooledModels:
     pool = {"node_class": "c", "tokens_per_s": 1}
     trial = {"spec": spec | new, "pools": [pool | {"name": "new"}], "percent": 10}
     given = {"spec": spec, "pools": [pool | {"name": "old"}], "trial": trial}
-    return PooledModels(GatewayArgs.model_validate({"models": [given], "default": "m"}))
+    args = GatewayArgs.model_validate({"models": [given], "default": "m"})
+    return PooledModels(args, read_facts(args))
 
 
 def ready(made: PooledModels) -> None:

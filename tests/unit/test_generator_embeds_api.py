@@ -12,7 +12,7 @@ from test_terms import Handle, vectors
 from tiny_generators import folder_without_pooling
 
 from cluster import router
-from cluster.model_folder import read_model
+from cluster.model_folder import find_folder
 from cluster.model_spec import ModelSpec
 from engine import Engine
 from engine.loop import EngineLoop
@@ -20,6 +20,7 @@ from engine.options import EmbedOptions, EncodeOptions
 from engine.schedule.request import Request
 from serve_app.admission.qos import Qos
 from serve_app.gateway.config import GatewayModel, PoolRef
+from serve_app.gateway.facts import facts_of
 from serve_app.gateway.models import PooledGenerator
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo
@@ -105,7 +106,7 @@ def test_the_gateway_embeds_with_such_a_model(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(router, "LOADS", {})
     spec = ModelSpec(name="both", model=str(folder), pooling="last_token")
     pools = (PoolRef(name="p", node_class="cpu", tokens_per_s=100),)
-    model = PooledGenerator(GatewayModel(spec=spec, pools=pools), "wait", *read_model(spec))
+    model = PooledGenerator(GatewayModel(spec=spec, pools=pools), "wait", find_folder(spec), facts_of(spec))
     handle = Handle(vectors)
     model.pools[0].connection._handle = handle  # type: ignore[assignment]
     ids = model.tokenizer.encode(["w1"], EncodeOptions())

@@ -1,11 +1,15 @@
 """The allowed imports between packages, and that no modules import each other in a circle."""
 
+import pickle
 import subprocess
 import sys
 
 import pytest
 
 from docs.imports import MODULES, PACKAGES, imported
+from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL
+from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.facts import read_facts
 
 MAY_IMPORT = {
     "engine": {"engine"},
@@ -83,7 +87,34 @@ def test_an_engine_is_imported_without_the_hubs_library() -> None:
 
 
 def test_what_reads_no_tensors_is_imported_without_torch() -> None:
-    """torch takes 150 MiB and 1.5 s of each process. A gateway's reader of a model's configuration still needs it."""
+    """torch takes 150 MiB and 1.5 s of each process."""
     modules = "cluster.status, engine.hub, engine.text.tokenizer, serve_app.grpc.servicer, serve_app.http.app"
     code = f"import sys; import {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+_A_GATEWAY = """
+import pickle, sys
+from starlette.testclient import TestClient
+from serve_app.gateway.app import Gateway
+from serve_app.gateway.models import PooledModels
+from serve_app.http.app import Api
+from serve_app.observe.metrics import Metrics
+
+args, facts = pickle.load(sys.stdin.buffer)
+models = PooledModels(args, facts)
+with TestClient(Api(models, args.settings, Metrics("gateway")).app) as client:
+    for name in ("embeds", "generates"):
+        answer = client.post("/tokenize", json={"model": name, "inputs": "one"})
+        assert answer.status_code == 200, answer.text
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+
+
+def test_a_gateway_answers_without_torch() -> None:
+    specs = {"embeds": EMBEDDED_MODEL, "generates": EMBEDDED_GENERATOR}
+    pool = {"name": "p", "node_class": "c", "tokens_per_s": 1}
+    models = [{"spec": {"name": name, "model": model}, "pools": [pool]} for name, model in specs.items()]
+    args = GatewayArgs.model_validate({"models": models, "default": "embeds"})
+    given = pickle.dumps((args, read_facts(args)))
+    subprocess.run([sys.executable, "-c", _A_GATEWAY], input=given, check=True, timeout=120)

@@ -18,6 +18,7 @@ from engine.errors import ModelError
 from engine.model_id import EMBEDDED_MODEL
 from serve_app.app import _gateway
 from serve_app.gateway.config import GatewayArgs
+from serve_app.gateway.facts import read_facts
 from serve_app.gateway.models import PooledModels
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
@@ -38,12 +39,16 @@ def test_the_command_line_gives_each_model_its_spec() -> None:
     assert settings.specs == tuple(ModelSpec.model_validate(shared | {"name": each, "model": each}) for each in ("org/a", "b"))
 
 
+def pooled(args: GatewayArgs) -> PooledModels:
+    return PooledModels(args, read_facts(args))
+
+
 @pytest.fixture
 def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PooledModels:
     monkeypatch.setattr(router, "LOADS", {})
     spec = {"name": "m", "model": EMBEDDED_MODEL, "dtype": request.param}
     pools = [{"name": name, "node_class": "c", "tokens_per_s": 1} for name in ("a", "b")]
-    return PooledModels(GatewayArgs.model_validate({"models": [{"spec": spec, "pools": pools}], "default": "m"}))
+    return pooled(GatewayArgs.model_validate({"models": [{"spec": spec, "pools": pools}], "default": "m"}))
 
 
 def report(models: PooledModels, *dtypes: str, revision: str = "r") -> None:
@@ -79,7 +84,7 @@ def test_a_gateway_with_other_files_than_planned_does_not_start() -> None:
     spec = {"name": "m", "model": EMBEDDED_MODEL, "revision": "files-0"}
     pool = {"name": "a", "node_class": "c", "tokens_per_s": 1}
     with pytest.raises(ModelError, match="the plan says files-0"):
-        PooledModels(GatewayArgs.model_validate({"models": [{"spec": spec, "pools": [pool]}], "default": "m"}))
+        pooled(GatewayArgs.model_validate({"models": [{"spec": spec, "pools": [pool]}], "default": "m"}))
 
 
 def test_a_replica_with_other_files_than_planned_does_not_start() -> None:
@@ -97,7 +102,7 @@ def test_a_replica_with_other_files_than_planned_does_not_start() -> None:
 def test_models_of_one_address_are_listed_and_chosen_by_name(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "LOADS", {})
     settings = Settings(models=(EMBEDDED_MODEL, str(tiny("bert"))), served_model_name=("org/first", "second"))
-    models = PooledModels(_gateway(settings))
+    models = pooled(_gateway(settings))
     with TestClient(Api(models, settings, Metrics("gateway")).app) as client:
         assert [each["id"] for each in client.get("/v1/models").json()["data"]] == ["org/first", "second"]
         for name in ("org/first", "second"):

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster import logs, router
-from cluster.model_folder import read_model
+from cluster.model_folder import find_folder
 from cluster.model_spec import ModelSpec
 from cluster.router import Report
 from engine.hub import EMBEDDED_MODEL
@@ -28,6 +28,7 @@ from engine.options import EmbedOptions, TokenIds
 from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from serve_app.gateway.config import GatewayModel, PoolRef
+from serve_app.gateway.facts import facts_of
 from serve_app.gateway.models import PooledModel
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.http.app import Api
@@ -72,7 +73,7 @@ class Cluster:
     def __init__(self, **settings: Any) -> None:
         spec = ModelSpec(name="mini", model=EMBEDDED_MODEL)
         given = GatewayModel(spec=spec, pools=(PoolRef(name="p", node_class="cpu", tokens_per_s=1e4),))
-        self.model = PooledModel(given, "wait", *read_model(spec))
+        self.model = PooledModel(given, "wait", find_folder(spec), facts_of(spec))
         self.loop = EngineLoop(Vectors(), max_batch_tokens=8)
 
         async def collect(request: Request) -> None:

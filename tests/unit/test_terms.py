@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster import router
-from cluster.model_folder import read_model
+from cluster.model_folder import find_folder
 from cluster.model_spec import ModelSpec
 from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
@@ -34,6 +34,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import DEFAULT_QOS, Qos, read_qos
 from serve_app.errors import Unhealthy
 from serve_app.gateway.config import GatewayModel, PoolRef
+from serve_app.gateway.facts import facts_of
 from serve_app.gateway.models import PooledModel, _joined
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.http import openapi
@@ -420,7 +421,7 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
     ) -> tuple[PooledModel, list[Handle]]:
         refs = tuple(PoolRef(name=f"p{i}", node_class="cpu", tokens_per_s=100) for i, _ in enumerate(answers))
         spec = ModelSpec(name="m", model=EMBEDDED_MODEL)
-        model = PooledModel(GatewayModel(spec=spec, pools=refs), "wait", *read_model(spec), timeout_s)
+        model = PooledModel(GatewayModel(spec=spec, pools=refs), "wait", find_folder(spec), facts_of(spec), timeout_s)
         handles = [Handle(answer) for answer in answers]
         for pool, handle, tokens in zip(model.pools, handles, queued, strict=False):
             pool.connection._handle = handle  # type: ignore[assignment]
