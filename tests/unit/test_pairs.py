@@ -1,4 +1,4 @@
-"""Pairs of texts: the ids, types and truncation of `tokenizers`, and that texts cannot inject special tokens."""
+"""Pairs of texts: ids, types and truncation are those of `tokenizers`, and texts cannot inject special tokens."""
 
 import json
 import shutil
@@ -132,7 +132,7 @@ def test_one_empty_text_is_fine_and_two_are_not(bert: Tokenizer) -> None:
     with pytest.raises(EmptyInput):
         bert.encode_pairs([("w1", "w2"), ("", "")], EncodeOptions())
     bare = Tokenizer(vocabulary(None), CONFIG)
-    with pytest.raises(EmptyInput):  # no text is empty, but no token comes of them
+    with pytest.raises(EmptyInput):  # no text is empty, but the texts give no tokens
         bare.encode_pairs([(" ", "\n")], EncodeOptions())
 
 

@@ -30,7 +30,7 @@ def load(folder: Path) -> Engine:
     return Engine.load(folder, dtype="float32", device="cpu")
 
 
-# (the form, the tensor, what becomes of it; None: it is gone)
+# (the form, the tensor, its change or None for its removal, the error)
 TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "no codes": ("ct int4 64", "weight_packed", lambda _: None, rf"tensor {MODULE}.weight_packed is missing"),
     "no scales of int4": ("ct int4 64", "weight_scale", lambda _: None, rf"tensor {MODULE}.weight_scale is missing"),

@@ -1,4 +1,4 @@
-"""PyTorch files instead of safetensors: the same vectors, the same checks of tensors, and no code in them runs."""
+"""PyTorch files instead of safetensors: the vectors and the checks of tensors are the same, and code in the files never runs."""
 
 import json
 import shlex
@@ -150,7 +150,7 @@ def test_a_file_that_is_none_is_named(tiny: Tiny, tmp_path: Path, content: Any, 
 
 
 def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> None:
-    """Root and layer each have their own format, as LaBSE and distiluse do."""
+    """The root folder and the layer's folder may have different formats, as in LaBSE and distiluse."""
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()]
@@ -173,7 +173,7 @@ def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> No
 def test_weights_go_to_an_integrated_gpu_from_memory_that_is_no_files_mapping(
     integrated: bool, pytorch: bool, tiny: Tiny, as_pytorch: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a tensor lies is seen on the CPU, which takes it as it is."""
+    """The test runs on the CPU, which keeps the tensor in the memory that it was read into."""
     monkeypatch.setattr(weights, "is_integrated", lambda device: integrated)
     folder = as_pytorch("bert") if pytorch else tiny("bert")
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
@@ -199,7 +199,7 @@ def is_mapped_from(folder: Path, tensor: torch.Tensor) -> bool:
         first, end = (int(bound, 16) for bound in line.split()[0].split("-"))
         if first <= tensor.data_ptr() < end:
             return str(folder.resolve()) in line
-    raise AssertionError("the tensor lies nowhere")
+    raise AssertionError("no mapping contains the tensor")
 
 
 def test_who_waits_for_a_load_hears_how_far_it_is(tiny: Tiny) -> None:
