@@ -112,7 +112,7 @@ def test_a_model_without_types_gets_none() -> None:
 
 def test_an_embedding_model_needs_no_template_for_pairs() -> None:
     odd = template("[CLS] $B [SEP] $A [SEP]")
-    with pytest.raises(ModelError, match="template for pairs could not be told"):
+    with pytest.raises(ModelError, match="template for pairs was not recognised"):
         Tokenizer(vocabulary(odd), CONFIG)
     Tokenizer(vocabulary(odd), replace(CONFIG, labels=(), head=None))
 
