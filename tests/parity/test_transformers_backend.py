@@ -259,7 +259,7 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(
     assert not caplog.records
     engine = load(folder, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
-    assert "at revision abc: its own code is run" in caplog.text
+    assert "at revision abc: its own code runs" in caplog.text
     batch = sequences()
     for ids, ours in zip(batch, engine.forward(engine.packer.pack(batch)).split(LENGTHS), strict=True):
         torch.testing.assert_close(ours, alone(network, ids), rtol=1e-4, atol=2e-5)

@@ -382,7 +382,7 @@ def test_a_model_that_does_not_fit_is_refused_before_the_load_with_the_ways_out(
     numbers = r"Qwen3-8B needs 22\.1 GiB on cuda:0, which has 20\.0 GiB free: 15\.3 GiB of weights in this dtype, "
     numbers += r"2\.4 GiB for passes of 8,192 tokens, and 4\.5 GiB for a cache of 32,768 tokens; "
     with pytest.raises(
-        ModelError, match=numbers + r"give 17,\d\d\d cache_tokens or fewer, which shortens the context to as many, "
+        ModelError, match=numbers + r"give 17,\d\d\d cache_tokens or fewer, which shortens the context to that number, "
     ):
         check(20, cache_tokens=32768)
     with pytest.raises(ModelError, match=r"for a cache of 128 tokens; lower max_batch_tokens, free memory on this GPU"):

@@ -409,7 +409,7 @@ def test_a_module_outside_of_the_folder_is_refused(copy: Callable[..., Path]) ->
         ({"use_residual": True}, "use_residual"),
         ({"module_input_name": "token_embeddings"}, "module_input_name"),
         ({"module_output_name": "other"}, "module_output_name"),
-        ({"in_features": 32}, "in_features is 32, what comes before has 64 dimensions"),
+        ({"in_features": 32}, "in_features is 32, the module before has 64 dimensions"),
         ({"out_features": "DELETE"}, "out_features is None"),
     ],
 )

@@ -132,11 +132,11 @@ def test_the_command_in_the_error_converts(tiny: Tiny, as_pytorch: Callable[...,
     ("content", "message"),
     [
         (b"", "cannot be read as a PyTorch file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is damaged, or none"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is damaged, or is not a PyTorch file"),
         (b"PK\x03\x04 and no more", "cannot be read as a PyTorch file"),
         ([1, 2], "holds a list, expected tensors by name"),
-        ({"a": torch.zeros(2), "epoch": 3}, "epoch is a int that is no plain tensor"),
-        ({"a": torch.eye(3).to_sparse()}, "a is a Tensor that is no plain tensor"),
+        ({"a": torch.zeros(2), "epoch": 3}, "epoch is a int, expected a plain tensor"),
+        ({"a": torch.eye(3).to_sparse()}, "a is a Tensor, expected a plain tensor"),
     ],
 )
 def test_a_file_that_is_none_is_named(tiny: Tiny, tmp_path: Path, content: Any, message: str) -> None:
@@ -158,7 +158,7 @@ def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> No
     (folder / "2_Dense").mkdir()
     shape = {"in_features": 64, "out_features": 16, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
     (folder / "2_Dense" / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(ModelError, match=r"2_Dense has no model\.safetensors and no pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"2_Dense has no model\.safetensors, no pytorch_model\.bin"):
         Engine.load(folder)
     tensors = {"linear.weight": torch.randn(16, 64), "linear.bias": torch.randn(16)}
     torch.save(tensors, folder / "2_Dense" / "pytorch_model.bin")
