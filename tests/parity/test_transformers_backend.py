@@ -1,4 +1,4 @@
-"""`backend="transformers"`: architectures not ours, in our batches, equal to plain transformers; code where it is trusted."""
+"""`backend="transformers"`: other architectures in our batches equal plain transformers. A folder's own code runs if trusted."""
 
 import json
 import shutil
@@ -277,7 +277,7 @@ def test_what_transformers_knows_itself_needs_no_code(tmp_path: Path) -> None:
 
 
 def test_our_engine_and_a_folder_without_weights(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """A plan and a gateway read a model's folder before its weights are there."""
+    """A plan and a gateway read a model's folder when it has no weights yet."""
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
     (folder / "model.safetensors").unlink()
     ours, theirs = load_model_config(folder), load_model_config(folder, backend="transformers")
