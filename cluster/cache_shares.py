@@ -42,7 +42,7 @@ def more_pages(
 
 
 def finds_room(pools: Sequence[tuple[int, int, int]], cards: Sequence[int]) -> bool:
-    """Whether every replica finds a card when the cards are chosen for one replica after the other, as Ray chooses them.
+    """Whether every replica finds a card if Ray chooses the cards for one replica after the other.
 
     Ray may take the fullest node with room or the emptiest one. Both ways must succeed. On a node Ray takes the fullest card.
 

@@ -15,8 +15,8 @@ _FAR_AWAY = ("8.8.8.8", 53)
 def head_ip(given: str | None) -> str:
     """The address of a head: `given`, else that of the default route, else the only one that other machines can reach.
 
-    Raises: ClusterError for an address that this machine does not have or that other machines cannot reach, and for no clear
-    choice.
+    Raises: ClusterError for an address that this machine does not have or that other machines cannot reach, and if there are
+    several addresses and no default route.
     """
     if given is not None:
         return checked_ip(given)

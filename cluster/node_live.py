@@ -121,7 +121,7 @@ def live_nodes(address: str | None = None, say: Callable[[str], None] = print) -
 
 
 def _describe_itself(name: str, reserve_bytes: int | None) -> Node:
-    """Runs on each node that is asked. Only there torch is imported: a gateway asks, too, and does without torch's memory."""
+    """Runs on each node that is asked. Torch is imported only there. A gateway also asks, and would need memory for torch."""
     from cluster.inventory import this_node
 
     return this_node(name, reserve_bytes)

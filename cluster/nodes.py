@@ -30,7 +30,7 @@ _ARCHS = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm
 class Card:
     """One GPU, or one MIG slice of a GPU.
 
-    `total_bytes` is the card's memory; with `unified`, the host's memory. `free_bytes` is None if nobody has measured it.
+    `total_bytes` is the card's memory; with `unified`, the host's memory. `free_bytes` is None if it was not measured.
     """
 
     name: str

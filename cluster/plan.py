@@ -388,7 +388,7 @@ class Plan:
         return bytes_per_token(self.shapes[name], compute_dtype(DTYPES[self.dtypes[name]]))
 
     def cache_bytes(self, pool: PlannedPool) -> int:
-        """Tokens of the least cache of a generation model's replica. 0 for any other replica."""
+        """Bytes of the KV cache of a pool's replica. 0 for a model that does not generate."""
         return pool.cache_tokens * self._bytes_per_token(pool.model) if pool.cache_tokens else 0
 
     def _more_bytes(self, name: str, node_class: str) -> int:

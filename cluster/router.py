@@ -261,7 +261,7 @@ class PoolLoad:
         return sorted(able, key=lambda name: (self._avoided(self.replicas[name], now), self._finish_s(name, ticket, now), name))
 
     def finish_s(self, ticket: Ticket, now: float) -> float | None:
-        """Predicted seconds until a request sent now is finished. None if no replica, also of those not started yet, can."""
+        """Predicted seconds until a request that is sent now is finished. None if no replica can hold the request."""
         if not self.replicas:
             return COLD_START_S + ticket.num_tokens / self._planned
         able = [name for name, load in self.replicas.items() if _holds(load, ticket) and not self._avoided(load, now)]

@@ -1,9 +1,9 @@
-"""emberforge's engine: embedding models as a library, with no Ray and no HTTP in it.
+"""The engine of emberforge: computes vectors, scores and text as a library, without Ray and HTTP.
 
 from emberforge import Engine
 vectors = Engine.load("path/to/model").embed(["a text"])   # [1, embedding_size] float32
 
-Names that need torch or numpy are imported when they are first used: torch takes seconds, and most commands do not need it.
+Names that need torch or numpy are imported at their first use, because torch takes seconds and most commands do not need it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""How close vectors of opt-in dtypes come to those in float32, as measured. No torch here."""
+"""How close vectors of opt-in dtypes are to vectors in float32, as measured. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from engine.model.config import DtypeName
 
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """How close an opt-in dtype comes: vectors of all-MiniLM-L6-v2, compared with vectors in float32."""
+    """How close vectors of all-MiniLM-L6-v2 in an opt-in dtype are to those in float32."""
 
     mean_cosine: float
     top_10_overlap: float

@@ -1,7 +1,8 @@
-"""Which layers each device of a pipeline gets: by the device's memory and by the seconds that a layer takes there. No torch here.
+"""Divides a model's layers among the devices of a pipeline, by the memory and the speed of each device. Does not import torch.
 
-A stage is a run of layers on one device. The first stage also has the table of words, the last one the final norm and the head.
-Stages compute at the same time, so the slowest stage limits the throughput: the cut makes it as quick as the memory allows.
+A stage is the consecutive layers on one device. The first stage also has the word embeddings, the last one the final norm and
+the head. Stages compute at the same time, so the slowest stage limits the throughput. The cut makes the slowest stage as fast as
+the memory allows.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ class Model:
     """The bytes of a model."""
 
     layer_bytes: tuple[int, ...]  # the weights of each layer
-    words_bytes: int  # the table of words and other weights of the first stage
+    words_bytes: int  # the word embeddings and other weights of the first stage
     head_bytes: int  # the final norm, the head, and other weights of the last stage
-    cache_bytes: int  # of the cache, for one token and one layer; 0 for a model without one
+    cache_bytes: int  # of the cache, for one token and one layer; 0 for a model without a cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,18 @@ class Device:
 
     name: str
     free_bytes: int
-    pass_bytes: int  # what passes take besides weights and cache
+    pass_bytes: int  # memory of a pass besides weights and cache
     layer_s: tuple[float, ...]
     head_s: float
 
 
 def seconds_by_bytes(model: Model, bytes_per_s: float) -> tuple[tuple[float, ...], float]:
-    """`layer_s` and `head_s` of a device that is not measured: the time to read the weights."""
+    """`layer_s` and `head_s` of a device that was not measured: the time to read the weights."""
     return tuple(size / bytes_per_s for size in model.layer_bytes), model.head_bytes / bytes_per_s
 
 
 def seconds_by_layer(model: Model, layer_s: float, layer_bytes: int, head_s: float) -> tuple[tuple[float, ...], float]:
-    """`layer_s` and `head_s` of a device on which one layer took `layer_s`. The others take as long for each byte.
+    """`layer_s` and `head_s` of a device on which one layer took `layer_s`. Other layers take the same time per byte.
 
     Args:
         layer_bytes: of the measured layer, which may be in another dtype.
@@ -49,14 +50,14 @@ def seconds_by_layer(model: Model, layer_s: float, layer_bytes: int, head_s: flo
 
 
 def cut(model: Model, devices: Sequence[Device], cache_tokens: int) -> list[range]:
-    """The layers of each device. Each device gets one layer at least, and the devices keep their order.
+    """The layers of each device. Each device gets at least one layer, and the devices keep their order.
 
-    Of all cuts that fit, this one has the quickest slowest stage. Of several such cuts it is the one whose stages take the least
-    time together, which a single stream's token waits for.
+    Of all cuts that fit, the result has the fastest slowest stage. Of several such cuts it has the least sum of the stages'
+    times, because a token of a single stream waits for all stages.
 
     Args:
         cache_tokens: tokens that each stage's cache must hold.
-    Raises: ModelError with the numbers where no cut fits.
+    Raises: ModelError with the numbers if no cut fits.
     """
     n_layers = len(model.layer_bytes)
     if n_layers < len(devices):
@@ -78,10 +79,10 @@ def cut(model: Model, devices: Sequence[Device], cache_tokens: int) -> list[rang
 
 
 def cut_with_cache(model: Model, devices: Sequence[Device], most_tokens: int, page_size: int) -> tuple[list[range], int]:
-    """A cut where nobody says the size of the cache, and the size that it leaves room for, in tokens.
+    """A cut for a cache without a given size, and the tokens of the cache that fit with this cut.
 
-    The cut is the best one that leaves room for `most_tokens`, or else for the half, the quarter, and so on.
-    Raises: ModelError where not even one page fits.
+    The cut is the best one with room for `most_tokens`; if there is none, for half of them, a quarter, and so on.
+    Raises: ModelError if not even one page fits.
     """
     wanted = most_tokens
     while True:
@@ -101,21 +102,21 @@ def cut_with_cache(model: Model, devices: Sequence[Device], most_tokens: int, pa
 
 
 def stage_bytes(model: Model, devices: Sequence[Device], stage: int, layers: range, cache_tokens: int) -> int:
-    """Bytes that a stage takes: weights, passes and cache."""
+    """Bytes of a stage: weights, passes and cache."""
     weights = sum(model.layer_bytes[layers.start : layers.stop])
     weights += model.words_bytes * (stage == 0) + model.head_bytes * (stage == len(devices) - 1)
     return weights + devices[stage].pass_bytes + cache_tokens * model.cache_bytes * len(layers)
 
 
 def stage_seconds(devices: Sequence[Device], stage: int, layers: range) -> float:
-    """Seconds that a stage takes for a pass. Looking words up takes none."""
+    """Seconds of a stage for a pass. The look-up of words counts as no time."""
     device = devices[stage]
     return sum(device.layer_s[layers.start : layers.stop]) + device.head_s * (stage == len(devices) - 1)
 
 
 def _cheapest(cost: OfStage, num_stages: int, n_layers: int, join: Callable[[float, float], float]) -> tuple[float, list[range]]:
     """The stages with the least joined cost, and that cost."""
-    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}  # by the number of layers that the stages so far have
+    best: dict[int, tuple[float, list[range]]] = {0: (0.0, [])}  # by the number of layers of the stages so far
     for stage in range(num_stages):
         still_to_come = num_stages - stage - 1
         stops = range(stage + 1, n_layers - still_to_come + 1) if still_to_come else (n_layers,)
@@ -134,7 +135,7 @@ def _cheapest(cost: OfStage, num_stages: int, n_layers: int, join: Callable[[flo
 
 
 def _refusal(model: Model, devices: Sequence[Device], cache_tokens: int) -> str:
-    """What does not fit, with the layers that each device has memory for when those before it take as many as they can."""
+    """An error text with the layers that each device can hold, if each earlier device holds as many as it can."""
     n_layers, first, held = len(model.layer_bytes), 0, []
     for stage, device in enumerate(devices):
         most = n_layers if stage == len(devices) - 1 else n_layers - (len(devices) - stage - 1)

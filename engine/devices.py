@@ -1,4 +1,4 @@
-"""Which device, dtype and token budget a model gets by default."""
+"""Chooses the default device, dtype and token budget of a model."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -27,17 +27,17 @@ LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8,
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of everything but the layers' matrices, which alone are in 4 or 8 bits."""
+    """The dtype of everything except the layers' matrices. Only these matrices are in 4 or 8 bits."""
     return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 def is_8_bits(dtype: torch.dtype) -> bool:
-    """Whether the layers' products are computed in this dtype of 8 bits."""
+    """Whether this is a dtype of 8 bits, in which the layers' products are computed."""
     return dtype.itemsize == 1 and dtype != INT4
 
 
 def choose_device(name: str) -> torch.device:
-    """Raises: ModelError when CUDA is asked for and torch sees none."""
+    """Raises: ModelError for a GPU if torch sees none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -47,13 +47,13 @@ def choose_device(name: str) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one. Does nothing for a CPU."""
+    """Makes a GPU the current device. Does nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> torch.dtype:
-    """For "auto": bfloat16 if the device multiplies it natively, else float16 on a GPU if the model does not overflow it, else
-    float32.
+    """The dtype of this name. "auto" is bfloat16 if the device multiplies it natively. Otherwise it is float16 on a GPU if the
+    model does not overflow float16, else float32.
 
     Raises: ModelError for float16 on a CPU or for a model that overflows it, and for 8 bits on a device that lacks them.
     """
@@ -75,7 +75,7 @@ def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> to
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether the device has instructions for bfloat16. On ARM CPUs nobody has measured yet whether it is faster than float32."""
+    """Whether the device has instructions for bfloat16. On ARM CPUs the speed of bfloat16 was not measured yet."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())  # ARM calls it bf16
@@ -87,23 +87,23 @@ def has_four_bits(device: torch.device) -> bool:
 
 
 def is_integrated(device: torch.device) -> bool:
-    """Whether the device is a GPU that takes its memory from the host's."""
+    """Whether the device is a GPU that shares the host's memory."""
     return device.type == "cuda" and bool(torch.cuda.get_device_properties(device).is_integrated)
 
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """The instruction sets that Linux reports for this CPU, in x86's or ARM's names; empty where /proc/cpuinfo has none."""
+    """The instruction sets that Linux reports for this CPU, by x86's or ARM's names. Empty if /proc/cpuinfo lists none."""
     return frozenset(_cpuinfo("flags", "Features").split())
 
 
 def cpu_name() -> str:
-    """The CPU's name as Linux reports it; empty where /proc/cpuinfo has none, as on ARM."""
+    """The CPU's name as Linux reports it. Empty if /proc/cpuinfo has no name, for example on ARM."""
     return _cpuinfo("model name").strip()
 
 
 def _cpuinfo(*keys: str) -> str:
-    """The value of the first line of /proc/cpuinfo that begins with one of `keys`; empty without one."""
+    """The value of the first line of /proc/cpuinfo that begins with one of `keys`. Empty without such a line."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -112,5 +112,5 @@ def _cpuinfo(*keys: str) -> str:
 
 
 def default_batch_tokens(device: torch.device) -> int:
-    """The default token budget of one forward pass. On a GPU it is a start: warm-up measures a better one."""
+    """The default token budget of a forward pass. On a GPU, warm-up then measures a better one."""
     return 8192 if device.type == "cuda" else 2048

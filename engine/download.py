@@ -1,4 +1,4 @@
-"""A model on the Hub -> its folder in the Hub's own cache."""
+"""Downloads a model from the Hub into the Hub's own cache."""
 
 import io
 import os
@@ -26,10 +26,10 @@ _PYTORCH_FILES = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_
 def download(
     name: str, revision: str | None, weights: bool, code: bool, on_progress: Callable[[float], None] | None = None
 ) -> Path:
-    """The folder of a model on the Hub, resumed if half of it is there; weights and code only if asked for.
+    """The folder of a model on the Hub. Resumes an interrupted download. Downloads weights and code only on request.
 
-    Args: on_progress: hears the share of the bytes of all files that are there.
-    Raises: ModelError naming the model and the way out.
+    Args: on_progress: gets the share of the bytes of all files that were downloaded.
+    Raises: ModelError naming the model and what to do.
     """
     bar = None if on_progress is None else _bar(on_progress)
     given = name if revision is None else f"{name}@{revision}"
@@ -39,7 +39,7 @@ def download(
             return _download(name, revision, files, [*OTHER_FILES, "*model*.safetensors"], bar)
         folder = _download(name, revision, files, OTHER_FILES, bar)
         pytorch = _pytorch_files(folder)
-        return _download(name, folder.name, pytorch, [], bar) if pytorch else folder  # of the same commit, whose name it has
+        return _download(name, folder.name, pytorch, [], bar) if pytorch else folder  # the folder has the name of its commit
     except RevisionNotFoundError as error:
         raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
     except (HFValidationError, RepositoryNotFoundError) as error:
@@ -56,14 +56,14 @@ def download(
 
 
 def _download(name: str, revision: str | None, files: list[str], skip: list[str], bar: type[Any] | None) -> Path:
-    cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself looks only when it is imported
+    cache = os.environ.get("HF_HUB_CACHE")  # huggingface_hub itself reads it only at its import
     return Path(
         snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=skip, tqdm_class=bar)
     )
 
 
 def _bar(on_progress: Callable[[float], None]) -> type[Any]:
-    """A progress bar for huggingface_hub that shows nothing itself."""
+    """A progress bar for huggingface_hub that prints nothing."""
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -80,6 +80,6 @@ def _bar(on_progress: Callable[[float], None]) -> type[Any]:
 
 
 def _pytorch_files(folder: Path) -> list[str]:
-    """What to ask for where the model's folder, or one of a Dense layer in it, came without safetensors."""
+    """The PyTorch files to download if the model's folder, or a folder of a Dense layer in it, has no safetensors."""
     bare = [each for each in (folder, *folder.glob("[0-9]_Dense*")) if not has_safetensors(each)]
     return [str((each / file).relative_to(folder)) for each in bare for file in _PYTORCH_FILES]

@@ -1,4 +1,4 @@
-"""`Engine`: one loaded model on one device or several; ids in, vectors out. Usable alone, with no server around it."""
+"""`Engine`: one loaded model on one or several devices. Gives vectors and answers for token ids. Needs no server."""
 
 import logging
 import sys
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model, ready to run. Not thread-safe: one thread at a time calls `launch` or `embed` (see `engine/loop.py`)."""
+    """One model, ready to run. Not thread-safe: only one thread at a time may call it (see `engine/loop.py`)."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class Engine:
     ) -> None:
         """
         Args:
-            device: the last stage's, if there are several.
-            cache_tokens: the size of the cache of a model that generates.
-            max_batch_tokens: for the default size of that cache; None for a budget that warm-up finds.
-            stages: the parts of the model, if it is on several devices. `config` is the whole model's.
+            device: the device; of the last stage, if there are several.
+            cache_tokens: the size of a generation model's cache.
+            max_batch_tokens: decides the default size of that cache; None for a budget that warm-up finds.
+            stages: the parts of the model, if it is on several devices. `config` is that of the whole model.
             speculate: as in `load`.
-            sleeper: of an engine that can sleep, from `sleeper_of`; it has the memory of weights and caches.
+            sleeper: for an engine that can sleep: the result of `sleeper_of`, which holds the memory of weights and caches.
         """
         self._sleeper = sleeper
         self.stages = tuple(stages) or (Stage(config, device),)
@@ -96,7 +96,7 @@ class Engine:
         self.max_batch_tokens = default_batch_tokens(device)
         cache = caches[0] if caches else None
         if cache is not None and cache.in_8_bits and self.packer.tiling is not None:
-            self.packer = replace(self.packer, tiling=replace(self.packer.tiling, capability=LEAST_TILED))  # as its kernels need
+            self.packer = replace(self.packer, tiling=replace(self.packer.tiling, capability=LEAST_TILED))  # for its kernels
         self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
         if parts.earlier and caches:
             self.runner = self._pipeline(parts.earlier, caches)
@@ -111,7 +111,7 @@ class Engine:
             self.runner = CudaRunner(self.network, self.packer, device)
 
     def _pipeline(self, earlier: Sequence[Model], caches: Sequence[KVCache]) -> Pipeline | CudaPipeline:
-        """The runner of a model in stages. Our kernels compute it if they can compute each stage."""
+        """The runner of a model in stages. It uses our kernels if they can compute each stage."""
         models = [*earlier, self.network.model]
         windows = tuple(dict.fromkeys(window for model in models for window in model.windows))
         heads = self.config.n_heads, self.config.n_kv_heads
@@ -126,7 +126,7 @@ class Engine:
         return CudaPipeline(earlier, self.network, packers, caches)
 
     def _packer_for_all(self) -> BatchPacker:
-        """The last stage's packer, with tiles that the GPUs of all stages can compute."""
+        """The packer of the last stage, with tiles that the GPUs of all stages can compute."""
         tiles = self.packer.tiling
         capabilities = {torch.cuda.get_device_capability(stage.device) for stage in self.stages}
         if tiles is None or min(capabilities) < LEAST_TILED:
@@ -156,31 +156,33 @@ class Engine:
         on_download: Callable[[float], None] | None = None,
         on_progress: Callable[[float], None] | None = None,
     ) -> "Engine":
-        """Load a model folder, a Hub id, or the embedded model, and run it: once on a CPU; on a GPU until the best token
-        budget is known and the memory of the largest batch is set aside.
+        """Loads a model folder, a Hub id, or the embedded model, and warms it up.
+
+        On a CPU the warm-up is one run. On a GPU it finds the best token budget, and reserves the memory of the largest batch.
 
         Args:
-            dtype: "auto" takes bfloat16 where the device computes it natively, else float32. "float8" and "int8" are of the
-                layers' matrices and what is multiplied with them, "int4" of the matrices; the rest is in bfloat16.
-            device: "auto" takes the first GPU if there is one.
-            devices: several devices of this machine, which get the model's layers in this order; instead of `device`. For
-                decoders, whether they generate or give vectors or scores.
-            pooling: for folders that do not name theirs. A model that generates also embeds with last_token.
-            default_prompt_name: the model's prompt for texts whose request asks for none; overrides its authors' choice.
-            default_prompt: the same, as a text.
-            max_batch_tokens: token budget of one forward pass; None takes the CPU's default, or what is measured on a GPU.
-            max_input_tokens: a limit on an input below the model's own: longer ones are cut or refused, and take no memory.
-            cache_tokens: tokens that the cache of a model that generates holds. None chooses by the free memory.
+            dtype: "auto" is bfloat16 if the device computes it natively, else float32. "float8" and "int8" are for the layers'
+                matrices and their operands, "int4" is for the matrices. All other values are then in bfloat16.
+            device: "auto" is the first GPU if there is one.
+            devices: several devices of this machine, which get the model's layers in this order; instead of `device`. Only for
+                decoders: they may generate, or give vectors or scores.
+            pooling: for folders that name no pooling. With last_token, a generation model also embeds.
+            default_prompt_name: the model's prompt for texts whose request names no prompt. It overrides the authors' choice.
+            default_prompt: the text of that prompt, instead of its name.
+            max_batch_tokens: token budget of one forward pass. None is the CPU's default, or the measured budget on a GPU.
+            max_input_tokens: a limit of an input below the model's own. Longer inputs are cut or refused, and need no memory.
+            cache_tokens: tokens of a generation model's cache. None chooses the size by the free memory.
             kv_cache_dtype: "fp8" keeps keys and values in 8 bits, for twice the tokens (docs/decisions/054); "auto" keeps them in
-                the dtype that the model computes in.
-            speculate: verify several tokens of an answer in one pass, where the text before foretells them (docs/decisions/049).
-            sleeps: the engine can sleep, if it is on GPUs with memory of their own: see `sleep`.
-            num_threads: CPU threads of one operation; None leaves torch's own choice.
-            backend: "transformers" runs its network, for architectures that are not ours; slower, and it must be installed.
-            trust_remote_code: with that backend, run the code that a model's folder brings.
-            on_download: hears while files come from the Hub which share of their bytes is there.
-            on_progress: hears while the weights are read which share of the tensors is there.
-        Raises: ModelError with the file and the way out.
+                the model's dtype.
+            speculate: verify several tokens of an answer in one pass, if the earlier text predicts them (docs/decisions/049).
+            sleeps: the engine can sleep, if its GPUs have their own memory: see `sleep`.
+            num_threads: CPU threads of one operation; None keeps torch's own choice.
+            backend: "transformers" runs the network of transformers, for architectures that our engine does not have. It is
+                slower, and transformers must be installed.
+            trust_remote_code: with that backend, run the code in the model's folder.
+            on_download: gets the downloaded share of the files' bytes, during a download from the Hub.
+            on_progress: gets the loaded share of the tensors, during the load.
+        Raises: ModelError with the file and what to do.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -212,7 +214,7 @@ class Engine:
         return engine
 
     def warm_up(self, max_batch_tokens: int | None) -> None:
-        """The first call of a kernel pays for compiling it, and a broken model stops here."""
+        """Compiles the kernels before the first request, and raises ModelError for a broken model."""
         if self.config.generation is not None:
             return self._warm_up_streams(max_batch_tokens)
         if not self.launch(self.tokenizer.encode(["warm up"], EncodeOptions())).wait().finite.all():
@@ -222,7 +224,7 @@ class Engine:
         self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
         if isinstance(self.runner, CudaRunner):
             self.max_batch_tokens = tune(self.runner, self.config, self.dtype, max_batch_tokens, self.max_batch_seqs)
-            self.tokenizer.limit_to(self.longest_input)  # a longer input would fail as out of memory
+            self.tokenizer.limit_to(self.longest_input)  # a longer input would fail, out of memory
             log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
 
     def _warm_up_streams(self, max_batch_tokens: int | None) -> None:
@@ -254,7 +256,7 @@ class Engine:
         truncate: bool = True,
         truncation_direction: Literal["left", "right"] = "right",
     ) -> NDArray[np.float32]:
-        """Embed texts, or token ids used as they are, in as many forward passes as the budget needs.
+        """Embeds texts, or token ids without changes, in as many forward passes as the budget needs.
 
         Returns: [len(inputs), dimensions or embedding_size] float32.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the input; BackendError naming the first input that failed.
@@ -271,7 +273,7 @@ class Engine:
         return np.ascontiguousarray((self._embed_in_passes(sequences, options) if vectors is None else vectors)[:, :width])
 
     def _embed_in_one_pass(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Vectors | None:
-        """A query's quickest way. None where one pass is not enough, or one of its vectors is not finite."""
+        """The fastest way for a query. None if one pass is not enough, or if a vector is not finite."""
         num_seqs, most_seqs = len(sequences), self.max_batch_seqs or sys.maxsize
         if not 0 < num_seqs <= most_seqs or sum(map(len, sequences)) > self.max_batch_tokens:
             return None
@@ -282,9 +284,9 @@ class Engine:
         return output.vectors if output.finite.all() else None
 
     def _embed_in_passes(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Vectors:
-        """As many passes as the budget and the memory need. Raises: BackendError naming the first input that failed."""
+        """Computes as many passes as the budget and the memory need. Raises: BackendError naming the first input that failed."""
         requests = [Request([ids], options) for ids in sequences]
-        # Longest first, so that every pass holds sequences of like length and the largest pass comes first.
+        # Longest first, so that every pass has sequences of similar lengths, and the largest pass comes first.
         longest_first = sorted(requests, key=lambda request: -len(request.sequences[0]))
         Passes(self, self.max_batch_tokens, self.max_batch_seqs).run(longest_first)
         vectors = np.empty((len(requests), options.dimensions or self.config.embedding_size), dtype=np.float32)
@@ -296,17 +298,17 @@ class Engine:
         return vectors
 
     def generate(self, prompts: Sequence[Sequence[int] | TokenIds], options: SamplingOptions) -> list[Answer]:
-        """Continue prompts of token ids, all in the same passes.
+        """Continues prompts of token ids, all in the same passes.
 
         Returns: an answer for each prompt, in order.
-        Raises: InvalidInput naming what is wrong with a prompt or the options; BackendError.
+        Raises: InvalidInput naming the fault of a prompt or of the options; BackendError.
         """
         streams = [self.new_stream(prompt, options) for prompt in prompts]
         Passes(self, self.max_batch_tokens, self.max_batch_seqs).run(streams)
         return [stream.future.result() for stream in streams]
 
     def stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Iterator[Token]:
-        """Continue one prompt, token by token. Raises: as `generate`."""
+        """Continues one prompt, token by token. Raises: as `generate`."""
         stream = self.new_stream(prompt, options)
         try:
             sent = 0
@@ -315,13 +317,13 @@ class Engine:
                 sent = len(stream.answer)
             stream.future.result()
         finally:
-            stream.future.cancel()  # gives the pages back if the caller has left
+            stream.future.cancel()  # frees the pages if the caller has left
 
     def new_stream(self, prompt: Sequence[int] | TokenIds, options: SamplingOptions) -> Stream:
-        """A stream for `EngineLoop.submit`. Its answer ends with the model's context at the latest.
+        """A stream for `EngineLoop.submit`. Its answer ends at the end of the model's context at the latest.
 
-        Raises: InvalidInput for options out of range, ids without an embedding, a prompt beyond the model's context, and a
-            grammar that does not compile.
+        Raises: InvalidInput for options out of range, ids outside of the vocabulary, a prompt longer than the model's context,
+            and a grammar that does not compile.
         """
         stream = Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
         if options.grammar is not None and self._grammars is not None:
@@ -338,16 +340,17 @@ class Engine:
         pieces: Sequence[Piece] = (),
         together: CohortPass | None = None,
     ) -> Flight:
-        """Start one forward pass over at least one sequence or piece, whatever its size; on a CPU it has ended on return.
+        """Starts one forward pass of at least one sequence or piece, of any size. On a CPU the pass has ended on return.
+
+        An engine that sleeps wakes up first.
 
         Args:
-            options: one per sequence; None asks for whole, normalised vectors.
-            outputs: what any of the sequences asks for besides its vector, sorted; every sequence gets it.
-            pieces: what to compute of streams and sequences; for a model that generates, which takes no `sequences`.
-        An engine that sleeps wakes up first.
-            together: what to compute besides, of the streams of a cohort.
-        Raises: OutOfMemory when the pass does not fit; BackendError; DeviceLost when the device is gone for good; InvalidInput
-            for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them before).
+            options: one for each sequence; None asks for whole, normalised vectors.
+            outputs: all outputs besides vectors that any of the sequences asks for, sorted. Every sequence gets all of them.
+            pieces: the parts of streams and sequences to compute. Only for a generation model, which takes no `sequences`.
+            together: further tokens to compute, of the streams of a cohort.
+        Raises: OutOfMemory if the pass does not fit; BackendError; DeviceLost if the device cannot be used any more; InvalidInput
+            for an output that the model does not give, or a span outside of its sequence (`check_outputs` finds them earlier).
         """
         if self.asleep:
             self.wake()
@@ -358,9 +361,9 @@ class Engine:
 
     @torch.inference_mode()
     def sleep(self) -> bool:
-        """Frees the memory of weights and cache on the GPUs. The weights stay in the host's pinned memory; the cache is lost.
+        """Frees the memory of weights and cache on the GPUs. The weights stay in pinned memory of the host. The cache is lost.
 
-        No pass may be under way.
+        No pass may be in flight.
         Returns: False if the engine cannot sleep, a stream holds pages, or the host has too little free memory for the weights.
         """
         if self._sleeper is None or self.asleep:
@@ -378,7 +381,7 @@ class Engine:
     @torch.inference_mode()
     def wake(self) -> None:
         """Ends the sleep. Raises: BackendError if a GPU has too little free memory; then the engine still sleeps."""
-        assert self._sleeper is not None, "only an engine that can sleep is asleep"
+        assert self._sleeper is not None, "only an engine that can sleep sleeps"
         log.info("awake after %.2f s", self._sleeper.wake())
 
     @property
@@ -387,7 +390,7 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, batch: PackedBatch) -> Tensor:
-        """The last hidden states, final norm included: [T, hidden_size] in the engine's dtype. Not for several devices."""
+        """The last hidden states, after the final norm: [T, hidden_size] in the engine's dtype. Not for several devices."""
         assert self.num_stages == 1, "the model has only its last layers here"
         return self.network.model.forward(batch)
 
@@ -397,7 +400,7 @@ class Engine:
 
     @property
     def passes_in_flight(self) -> int:
-        """How many passes to have launched at once: a GPU gets the next one while it computes."""
+        """The number of passes to launch before the first one has ended: a GPU gets the next pass while it computes."""
         return self.runner.passes_in_flight
 
     @property
@@ -412,41 +415,41 @@ class Engine:
 
     @property
     def num_stages(self) -> int:
-        """The devices that compute a pass one after the other."""
+        """The number of devices that compute a pass one after the other."""
         return len(self.stages)
 
     @property
     def max_batch_seqs(self) -> int | None:
-        """Sequences that one pass may have; None where only their tokens count."""
+        """The most sequences of a pass. None if only the tokens are limited."""
         if isinstance(self.runner, StreamRunner):
             return MOST_STREAMS
         return most_splade_seqs(self.config.vocab_size) if self.network.vector_head.is_wide else None
 
     @property
     def max_graph_tokens(self) -> int:
-        """Batches of up to so many tokens run as CUDA graphs; 0 on a CPU."""
+        """The most tokens of a batch that runs as a CUDA graph; 0 on a CPU."""
         return 0 if isinstance(self.runner, CpuRunner | Pipeline) else self.runner.max_graph_tokens
 
     @property
     def longest_input(self) -> int:
-        """Tokens of the longest input that there is memory for; at most the model's limit."""
+        """Tokens of the longest input that fits into memory; at most the model's limit."""
         tried = self.runner.longest_input if isinstance(self.runner, CudaRunner) else None
         return self.config.max_input_length if tried is None else tried
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether a pass takes memory that the rest of the machine takes from too."""
+        """Whether passes take memory that the rest of the machine also uses."""
         return self.device.type == "cpu" or is_integrated(self.device)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the devices' memory that this process has taken."""
+        """Bytes of the devices' memory that this process uses."""
         devices = {stage.device for stage in self.stages}
         in_blocks = 0 if self._sleeper is None else sum(map(self._sleeper.held_bytes, devices))
         return in_blocks + sum(map(reserve.used_bytes, devices))
 
     def planned_bytes(self, max_batch_tokens: int | None) -> int:
-        """What a plan counts for this model's `used_bytes`. `max_batch_tokens` is the operator's, None without one."""
+        """The value of `used_bytes` in a plan for this model. `max_batch_tokens` is the operator's; None if it is not set."""
         cache_tokens = None if self.pages is None else self.pages.num_pages * PAGE_SIZE
         return sum(planned_bytes(each.config, self.dtype, each.device, max_batch_tokens, cache_tokens) for each in self.stages)
 
@@ -456,16 +459,16 @@ class Engine:
 
 
 def sleeper_of(parts: Loaded, devices: Sequence[torch.device]) -> Sleeper | None:
-    """Moves the weights to memory that a sleeping engine frees.
+    """Moves the weights into memory that a sleeping engine can free.
 
-    Returns: None for devices that share the host's memory, and if a GPU lacks the memory for a tensor more while they move.
+    Returns: None for devices that share the host's memory, and if a GPU lacks the memory to hold a tensor twice during the move.
     """
     if any(device.type == "cpu" or is_integrated(device) for device in devices):
         return None
     sleeper = Sleeper()
     try:
         sleeper.adopt(tensors_of(parts.network, parts.earlier))
-    except BackendError as error:  # the tensors keep the blocks that they have moved to
+    except BackendError as error:  # tensors that were moved stay there
         log.warning("the engine cannot sleep: %s", error)
         return None
     return sleeper

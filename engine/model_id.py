@@ -1,4 +1,4 @@
-"""How a model is named: a folder, a GGUF file, a Hub id, or a Hub id with a revision. Imports nothing that takes long."""
+"""Parses the name of a model: a folder, a GGUF file, or a Hub id with or without a revision. Imports no slow module."""
 
 import re
 from pathlib import Path
@@ -8,17 +8,17 @@ EMBEDDED_GENERATOR = "SmolLM2-135M-Instruct"
 
 
 def is_path(model: str) -> bool:
-    """Whether this names a folder or a GGUF file here."""
+    """Whether this is the name of a local folder or GGUF file."""
     path = Path(model).expanduser()
     return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
 
 
-# A Hub id cannot hold an @, and cannot begin like a path.
+# A Hub id contains no @, and does not begin like a path.
 _AT_REVISION = re.compile(r"([\w-][\w.-]*(?:/[\w.-]+)?)@(.+)")
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """Splits `org/name@revision` into (`org/name`, `revision`). The revision is None where the name holds none.
+    """Splits `org/name@revision` into (`org/name`, `revision`). The revision is None if the name has none.
 
     A revision is a branch, a tag or a commit.
     """

@@ -1,4 +1,4 @@
-"""What a caller may ask of the engine. Imports neither torch nor tokenizers, so every process can name these types."""
+"""The options of requests to the engine. Imports neither torch nor tokenizers, so every process can use these types."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from engine.model.config import ONE_TOKEN, GenerationConfig, OutputName
 
 TokenIds = NDArray[np.int32]
 TextOrIds = str | list[int]
-# What the library takes for one input: besides the types of a request's body, a 1-D array of whole numbers.
+# One input of the library: the types of a request's body, or a 1-D array of whole numbers.
 Input = TextOrIds | NDArray[np.integer[Any]]
 InputType = Literal["query", "document", "classification", "clustering"]
 Priority = Literal["interactive", "batch"]
@@ -21,10 +21,11 @@ Priority = Literal["interactive", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """How one request wants its inputs encoded. `truncate=False` refuses what is too long.
+    """The tokenisation of a request's inputs. `truncate=False` refuses inputs that are too long.
 
-    Put before each text is `prompt`, or the model's prompt called `prompt_name`, else the model's prompt for `input_type`
-    (nothing where it has none), else the default. `max_tokens` is a limit below the model's, special tokens included.
+    The prompt before each text is `prompt`, or the model's prompt called `prompt_name`, or the model's prompt for `input_type`
+    (no prompt if the model has none for it), or the default prompt. `max_tokens` is a limit below the model's own, including
+    special tokens.
     """
 
     truncate: bool = True
@@ -37,13 +38,13 @@ class EncodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class EmbedOptions:
-    """What one request wants of each of its sequences, and how.
+    """The outputs that a request asks for, for each of its sequences.
 
-    `dimensions` keeps that many leading dimensions of a vector (Matryoshka), None all of them. `pooled` asks for one vector,
-    `outputs` for what comes besides, of which only chunks are cut to dimensions and normalised:
-    "tokens", the hidden state of every token; "sparse", the words of the vocabulary that a sequence is about, weighed;
-    "colbert", BGE-M3's vector of every token but the first; "chunks", a vector for each of `spans`, pooled like a sequence's
-    out of hidden states that have seen all of it (late chunking, arXiv:2409.04701). A span is [start, stop) in tokens.
+    `dimensions` is the number of leading dimensions of a vector to keep (Matryoshka); None keeps all. `pooled` asks for one
+    vector. `outputs` asks for further results; of these only chunks are cut to `dimensions` and normalised:
+    "tokens": the hidden state of each token. "sparse": weights of words of the vocabulary.
+    "colbert": BGE-M3's vector of each token except the first. "chunks": a vector for each of `spans`, pooled like the vector of a
+    sequence, from hidden states of the whole sequence (late chunking, arXiv:2409.04701). A span is [start, stop) in tokens.
     """
 
     normalize: bool = True
@@ -55,19 +56,20 @@ class EmbedOptions:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How one request wants its tokens chosen. The defaults change no logit.
+    """The options by which the tokens of an answer are chosen. The defaults change no logit.
 
     The order is vLLM's: raw log-probabilities, then `allowed` tokens, `logit_bias`, penalties, temperature, `min_p`, `top_k`,
     `top_p`, and the draw. `temperature` 0 takes the likeliest token. `top_k` 0, `top_p` 1 and `min_p` 0 keep all tokens.
     `repetition_penalty` counts tokens of the prompt and of the answer; the other two penalties count those of the answer.
     `no_repeat_ngram` n bans each token that would repeat n tokens of prompt and answer in the same order; 0 bans none.
-    The same `seed` and prompt give the same tokens, whatever else runs; None draws a seed.
-    `stop_ids` end the answer, and are not part of it, from `min_tokens` tokens on. `logprobs` asks for the log-probability of
-    each token and for so many of the likeliest ones; None asks for neither. `logprobs_of` asks for those of exactly these ids,
-    too. `prompt_logprobs` is `logprobs` for the tokens of the prompt. With it, `max_tokens` may be 0: the prompt is scored, and
-    there is no answer.
-    `grammar` holds the answer to a form; `engine/text/grammar.py` makes such texts. It narrows `allowed`. The answer ends
-    where the grammar allows no more, even before `min_tokens`. Where it may end or go on, a stop id ends it.
+    The same `seed` and prompt give the same tokens, independent of other requests; None draws a seed.
+    `stop_ids` end the answer and do not belong to it. They are banned before `min_tokens` tokens. `logprobs` asks for the
+    log-probability of each token, and of this number of the likeliest tokens; None asks for no log-probabilities. `logprobs_of`
+    also asks for those of the given ids. `prompt_logprobs` is `logprobs` for the tokens of the prompt. With `prompt_logprobs`,
+    `max_tokens` may be 0: then the prompt is scored, and there is no answer.
+    `grammar` constrains the form of the answer; `engine/text/grammar.py` makes such texts. It further restricts `allowed`. The
+    answer ends when the grammar allows no further token, even before `min_tokens`. If the grammar allows both an end and a
+    further token, a stop id ends the answer.
     """
 
     max_tokens: int
@@ -78,7 +80,7 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, the number that is added to its logit)
     allowed: tuple[int, ...] | None = None  # the ids that may be chosen; None: all
     seed: int | None = None
     min_tokens: int = 0
@@ -90,11 +92,11 @@ class SamplingOptions:
     grammar: str | None = None
 
     def chosen(self, said: GenerationConfig, **given: Any) -> "SamplingOptions":
-        """These options, except where the model's authors say another value, or the caller does. None says nothing.
+        """These options, replaced by values of the model's authors, and then by values of the caller. None replaces nothing.
 
         Args:
-            said: of the model's authors.
-            given: of the caller, by the options' names. They win over what the authors say.
+            said: the values of the model's authors.
+            given: the values of the caller, by the options' names.
         """
         theirs = {
             "max_tokens": said.max_new_tokens,
@@ -110,7 +112,7 @@ class SamplingOptions:
 
 
 def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
-    """Raises: InvalidInput naming the option, its value, and the values that it may have."""
+    """Raises: InvalidInput naming the option, its value, and the allowed values."""
     limits = {
         "max_tokens": (1 if options.prompt_logprobs is None else 0, inf),
         "temperature": (0, inf),
@@ -144,7 +146,7 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
 
 
 def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling: str, lengths: Iterable[int]) -> None:
-    """Whether a model of these `outputs` and this pooling can give what is asked of sequences of these lengths.
+    """Checks that a model with these `outputs` and this pooling supports the options, for sequences of these lengths.
 
     Raises: InvalidInput naming the output, or the first span that is not within every sequence.
     """
@@ -162,7 +164,7 @@ def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling:
 
 
 def check_dimensions(dimensions: int | None, embedding_size: int) -> None:
-    """Raises: InvalidInput for a number of dimensions that the model cannot be cut to."""
+    """Raises: InvalidInput for a number of dimensions to which the model's vectors cannot be cut."""
     if dimensions is not None and dimensions <= 0:
         raise InvalidInput("`dimensions` should be positive")
     if dimensions is not None and dimensions > embedding_size:

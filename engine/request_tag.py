@@ -1,11 +1,11 @@
-"""The name of a request in logs and traces. It travels with the request to every process that works on it."""
+"""The name of a request in logs and traces. Each process that works on the request gets the name."""
 
 from contextvars import ContextVar
 from typing import NamedTuple
 
 
 class RequestTag(NamedTuple):
-    """A request's id and, if the request is traced, the span that its next spans belong to."""
+    """A request's id and, if the request is traced, the parent of its next spans."""
 
     id: str
     traceparent: str = ""  # as in W3C's Trace Context; empty for a request that is not traced

@@ -1,8 +1,8 @@
-"""The end of a pass: its output goes to the requests that own its rows, and rows that are not finite are found.
+"""Gives the output of a pass to the requests that own its rows, and finds rows that are not finite.
 
-Short sequences share a tile of the attention kernel. One that has become NaN spoils its neighbours, because a weight of 0 times
-NaN is NaN. So a sequence that is not finite and had company is computed again alone, and fails only if it is not finite then.
-Sequences whose keys are in pages share no tile, and fail at once.
+Short sequences share a tile of the attention kernel. A sequence with NaN makes its neighbours NaN, because a weight of 0 times
+NaN is NaN. So a sequence that is not finite, and was not alone in its pass, is computed again alone. It fails only if it is not
+finite then either. Sequences with keys in pages share no tile, and fail at once.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +28,9 @@ _Ragged = dict[OutputName, list[NDArray[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """The result of a request, by its options.
+    """The result of a request.
 
-    `vectors` is [n, dims] float32, None where the request asks for no vectors. `ragged` has an array per input for each of the
+    `vectors` is [n, dims] float32, None if the request asks for no vectors. `ragged` has an array for each input and each of the
     request's `outputs`: "tokens" [tokens, hidden_size], "colbert" [tokens - 1, colbert_size] and "chunks" [len(spans), dims],
     float32; "sparse" [entries] of `heads.ragged.SPARSE`. `queue_s` is the wait for the first pass, `inference_s` the time of
     the passes that gave results, `num_passes` their number.
@@ -44,14 +44,14 @@ class Embeddings:
 
 
 def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: float) -> list[Slice]:
-    """Give each request its rows; a request that has all of them ends. `finite` is the output's.
+    """Gives each request its rows. A request with all of its rows ends. `finite` belongs to the output.
 
-    Returns: the slices that are not finite in company, to be computed again alone.
+    Returns: the slices that are not finite and were not alone, to be computed again alone.
     """
     again: list[Slice] = []
     if not step.slices:
         return again
-    if len(step.slices) == 1 and not output.ragged and finite[0]:  # a query's shortest way: nothing to group
+    if len(step.slices) == 1 and not output.ragged and finite[0]:  # the fastest way for a query, without grouping
         (part,) = step.slices
         part.request.num_passes += 1
         _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), _ONE_WITHOUT_ARRAYS, seconds)
@@ -75,7 +75,7 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
 
 
 def _arrays(step: Step, output: Output, finite: NDArray[np.bool_]) -> tuple[list[_Arrays], NDArray[np.bool_]]:
-    """For each slice the arrays that its request asks for, and whether all values of the slice are finite."""
+    """For each slice: the arrays that its request asks for, and whether all values of the slice are finite."""
     given = [_NO_ARRAYS] * len(step.sequences)
     if output.ragged:
         given = [{name: output.ragged[name][row] for name in each.outputs} for row, each in enumerate(step.options)]
@@ -90,7 +90,7 @@ _ONE_WITHOUT_ARRAYS = [_NO_ARRAYS]
 
 
 def _runs(slices: list[Slice], finite: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """[first, stop) of the slices that follow one another in one request; a slice that is not finite stands alone."""
+    """[first, stop) of consecutive slices of one request. A slice that is not finite is a run of its own."""
     whole = finite.tolist()
     first = 0
     for (_, is_whole), group in groupby(range(len(slices)), lambda row: (id(slices[row].request), whole[row])):
@@ -110,7 +110,7 @@ def _rows(step: Step, output: Output, request: Request, first: int, stop: int) -
 
 
 def _own(array: NDArray[Any]) -> NDArray[Any]:
-    """The array itself, or a contiguous copy where the array is a small part of another one, which it would keep alive."""
+    """The array, or a contiguous copy if the array is a small part of a larger one, which it would keep alive."""
     whole = array.base
     if isinstance(whole, np.ndarray) and whole.nbytes > 2 * array.nbytes:
         return array.copy()
@@ -122,7 +122,7 @@ def _is_finite(array: NDArray[Any]) -> bool:
 
 
 def _hand_over(request: Request, first: int, vectors: Vectors | None, arrays: list[_Arrays], seconds: float) -> None:
-    """Give a request the results of its sequences from `first` on."""
+    """Gives a request the results of its sequences from `first` on."""
     request.results[first] = vectors, [{name: _own(each) for name, each in of_one.items()} for of_one in arrays]
     request.num_done += len(arrays)
     request.inference_s += seconds
@@ -137,7 +137,7 @@ def _succeed(request: Request) -> None:
         vectors = np.concatenate([part for part, _ in parts])
     if request.options.outputs:
         ragged = {name: [arrays[name] for _, part in parts for arrays in part] for name in request.options.outputs}
-    assert request.first_scheduled_at is not None, "a request that is done was scheduled"
+    assert request.first_scheduled_at is not None, "a finished request was scheduled"
     queue_s = request.first_scheduled_at - request.submitted_at
-    with suppress(InvalidStateError):  # the caller left during the last pass
+    with suppress(InvalidStateError):  # the caller has left during the last pass
         request.future.set_result(Embeddings(vectors, ragged, queue_s, request.inference_s, request.num_passes))

@@ -1,11 +1,12 @@
 """The revision of a model's folder: a name for the files that change the model's results.
 
 A folder of the Hub's cache has the name of its commit. Any other folder gets a fingerprint: a hash of its small files, and of
-samples of its weights. To read all weights of an 8B model takes many seconds, to read the samples a fraction of one.
+samples of its weights. Reading all weights of an 8B model takes many seconds, reading the samples takes a fraction of a second.
 
 The samples are both ends and the middle of every tensor of a safetensors file, and `_BLOCKS` places of any other file. Training
-changes nearly all values of the tensors it touches, and so the samples. A change of some other bytes, as of a damaged disk, does
-not change the fingerprint. A file of weights that is saved again with other metadata does, although its values are the same.
+changes nearly all values of a tensor, so it also changes the samples. Damage to some other bytes, for example by a faulty disk,
+does not change the fingerprint. If a file of weights is saved again with other metadata, its fingerprint changes, although its
+values are the same.
 """
 
 import hashlib
@@ -19,14 +20,14 @@ from typing import BinaryIO
 from engine.errors import ModelError
 from engine.model.weight_paths import weight_paths
 
-# The files of a model that the engine reads. Weights are safetensors; never ONNX files or code, nor pickles but for BGE-M3's two
-# small layers, of which torch reads the tensors alone.
+# The files of a model that the engine reads. Weights are in safetensors. The engine never reads ONNX files or code. The only
+# pickles are the two small layers of BGE-M3, of which torch reads only the tensors.
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
                "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
                "chat_template.jinja", "generation_config.json", "int8_ranges.json",
                *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
 OTHER_FILES = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
-CODE_FILES = ["*.py"]  # only where somebody trusts them
+CODE_FILES = ["*.py"]  # only if the operator trusts them
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BLOCK, _BLOCKS = 4096, 1024
@@ -34,7 +35,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether this is the whole name of a commit, which never means another one."""
+    """Whether this is the full hash of a commit, which always means the same commit."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
@@ -45,10 +46,10 @@ def commit_of(folder: Path) -> str | None:
 
 
 def revision_of(folder: Path, code: bool = False) -> str | None:
-    """The revision of a model's folder. None for a folder without weights, which does not tell its model.
+    """The revision of a model's folder. None for a folder without weights, because its other files do not identify the model.
 
     Args:
-        code: code that comes with the model runs, and counts.
+        code: whether the code in the folder runs. It is then part of the revision.
     Raises: ModelError for a file that cannot be read.
     """
     if (commit := commit_of(folder)) is not None:

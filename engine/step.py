@@ -1,4 +1,4 @@
-"""One forward pass: the slices that it computes, each different sequence once, and the sequences' way back to their owners."""
+"""One forward pass: its slices, its different sequences, and the row of each slice among the sequences."""
 
 from time import perf_counter
 from typing import NamedTuple
@@ -11,18 +11,18 @@ from engine.schedule.request import Slice
 
 
 class Step(NamedTuple):
-    """What one pass computes. Sequences to embed that are equal, with equal options, are computed once.
+    """The content of one pass. Equal sequences with equal options are embedded once.
 
-    If the model generates, `pieces` are all that the pass computes. `sequences` are then those that the pieces end.
+    If the model generates, the pass computes only `pieces`. `sequences` are then those that the pieces complete.
     """
 
-    taken: list[Slice]  # what the scheduler gave
+    taken: list[Slice]  # from the scheduler
     pieces: list[Piece]  # for each of `parts`; none if the model does not generate
     parts: list[Slice]
-    slices: list[Slice]  # that get a vector
+    slices: list[Slice]  # those that get a vector
     sequences: list[TokenIds]
     options: list[EmbedOptions]  # of each sequence
-    rows: list[int] | None  # for each of `slices` its row in `sequences`; None where all differ
+    rows: list[int] | None  # for each of `slices` its row in `sequences`; None if all differ
     num_tokens: int
     started_at: float
     together: CohortPass | None = None  # further tokens, of the streams of a cohort
@@ -62,7 +62,7 @@ class Step(NamedTuple):
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
-        """What any of the requests asks for besides vectors."""
+        """All outputs besides vectors that any of the requests asks for."""
         return tuple(sorted({name for options in self.options for name in options.outputs}))
 
     @property
@@ -71,16 +71,16 @@ class Step(NamedTuple):
 
     @property
     def num_proposed(self) -> int:
-        """Tokens of answers that the pass verifies."""
+        """The number of proposed tokens that the pass verifies."""
         return sum(piece.is_proposed for piece in self.pieces)
 
 
 def _without_duplicates(
     sequences: list[TokenIds], options: list[EmbedOptions]
 ) -> tuple[list[TokenIds], list[EmbedOptions], list[int] | None]:
-    """Each different (sequence, options) once, and for each sequence given its row among them; None where all differ.
+    """Each different (sequence, options) once, and the row among them of each given sequence. The rows are None if all differ.
 
-    Takes 0.06 ms where 1,000 sequences of 16 tokens all differ, 8 us for one of 8,192.
+    Takes 0.06 ms for 1,000 different sequences of 16 tokens, and 8 us for one sequence of 8,192 tokens.
     """
     if len(sequences) < 2 or len({ids.tobytes() for ids in sequences}) == len(sequences):
         return sequences, options, None

@@ -1,9 +1,11 @@
-"""Embeddings while replicas, gateways, nodes and the head of a cluster fail: requests lost, wrong vectors, time until normal.
+"""Measures embeddings while replicas, gateways, nodes and the head of a cluster fail.
+
+The results are the lost requests, the wrong vectors, and the time until the cluster works normally again.
 
 python -m loadtests.cluster_faults [FAULT ...]
 
 The nodes, the models and the engines are those of `loadtests.cluster`. The clients' load balancer is cluster/deploy/haproxy.cfg
-in front of two of the nodes. The clients compare each vector with the one that belongs to its input.
+in front of two of the nodes. The clients compare each vector with the expected vector of its input.
 """
 
 import signal
@@ -32,7 +34,7 @@ DEPLOYS, BETWEEN_S = 4, 12.0
 
 @contextmanager
 def running(folder: Path) -> Iterator[Site]:
-    """The cluster, deployed: a replica on each node, gateways on two."""
+    """Deploys the cluster: a replica on each node, and gateways on two nodes."""
     with lab() as laboratory:
         build(laboratory)
         site = balanced(laboratory, folder, INGRESS)
@@ -55,7 +57,7 @@ def stop_replica(site: Site, _: Path) -> None:
 
 
 def unplug(name: str, seconds: float | None = None) -> Fault:
-    """Pulls a node's cable, for some seconds or for ever."""
+    """Pulls a node's cable for some seconds, or for ever if `seconds` is None."""
 
     def fault(site: Site, _: Path) -> None:
         site.laboratory.members[name].unplug()
@@ -89,7 +91,7 @@ def kill_node(site: Site, _: Path) -> None:
     add(site.laboratory, NODES[1], "pc3")
 
 
-# A cluster is whole again after a fault of the first kind, and serves for the next one. Seconds of load after the fault.
+# A cluster recovers from these faults and serves for the next one. The number is the seconds of load after the fault.
 MENDED: dict[str, tuple[Fault, float]] = {
     "a replica is killed": (kill("ServeReplica:lite", "pc2"), 25),
     "a gateway is killed": (kill("ServeReplica:gateway", *HOSTS), 25),
@@ -128,7 +130,7 @@ def measured(site: Site, folder: Path, name: str) -> dict[str, Any]:
 
 
 def recovery(results: Sequence[Result], replicas: Sequence[tuple[float, int]], fault_at: float) -> dict[str, Any]:
-    """How long the fault was felt, and what became of the requests."""
+    """The time during which the fault had an effect, and the outcomes of the requests."""
     before, after = summary(results, (0, fault_at)), summary(results, (fault_at, 1e9))
     felt = [
         due + latency

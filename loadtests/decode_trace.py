@@ -1,4 +1,4 @@
-"""Where the time of decode steps goes on a GPU: kernels by name, waits between passes, the host's work; and a whole run by pass.
+"""Traces decode steps on a GPU: each kernel's time, the waits between passes, the host's work. Lists a whole run by pass, too.
 
 python -m loadtests.decode_trace MODEL[:STREAMS,...] ...
 
@@ -32,7 +32,7 @@ PROMPT, TOKENS, TRACED_TOKENS = 128, 64, 24
 
 
 class Span(NamedTuple):
-    """What the device did, in microseconds."""
+    """One kernel or copy of the device. Times are in microseconds."""
 
     start: float
     end: float
@@ -49,8 +49,10 @@ def spans_of(run: Callable[[], object]) -> list[Span]:
 
 
 def decode_passes(spans: Sequence[Span]) -> list[list[Span]]:
-    """The passes with the most usual number of kernels, each with the last kernel of the pass before it. A pass begins with a
-    copy to the device."""
+    """The passes with the most frequent number of kernels. Each begins with the last kernel of the pass before it.
+
+    The code finds the start of a pass by its copy to the device.
+    """
     starts = [index for index, span in enumerate(spans) if "HtoD" in span.name]
     passes = [list(spans[start - 1 : end]) for start, end in pairwise(starts[1:])]
     usual = mode(map(len, passes))
@@ -58,7 +60,7 @@ def decode_passes(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def show_step(spans: Sequence[Span]) -> None:
-    """Prints the microseconds of a step by kernel. A kernel that begins early is charged from the end of the kernel before."""
+    """Prints the microseconds of a step by kernel. A kernel that overlaps the kernel before it counts from that kernel's end."""
     passes = decode_passes(spans)
     own: dict[str, float] = defaultdict(float)
     count = Counter[str]()

@@ -1,4 +1,6 @@
-"""`emberforge embed`: killed at random moments, its rate beside the engine's, and its memory. Ten minutes on two quiet cores.
+"""Measures `emberforge embed`: kills at random moments, its rate beside the engine's, and its memory.
+
+A run takes ten minutes on two quiet cores.
 
 python -m loadtests.embed_corpus
 python -m loadtests.embed_corpus gpu    # only the rates, two minutes
@@ -113,9 +115,9 @@ def killed(corpus: Path, output: Path, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def rates(folder: Path, model: str | Path, texts: list[str], rounds: int, rows_per_file: int) -> list[dict[str, Any]]:
-    """The engine with all texts queued at once, and a job. They take turns, because the machine may have other work.
+    """Compares the engine, with all texts queued at once, to a job. They take turns, because the machine may have other work.
 
-    The engine alone gets texts on a CPU, and token ids on a GPU: there one thread that tokenises would be slower than the GPU.
+    On a CPU the engine alone gets texts. On a GPU it gets token ids, because one tokenising thread is slower than the GPU.
     """
     from engine import Engine
     from engine.loop import EngineLoop
@@ -177,7 +179,7 @@ def rates(folder: Path, model: str | Path, texts: list[str], rounds: int, rows_p
 
 def add_tokenizer(folder: Path, pooling: str, hidden_size: int) -> None:
     """Copies the tokenizer of the embedded model into a model's folder, and writes the folder's pooling."""
-    from engine.hub import resolve_model  # imports torch, which a stub's process does not need
+    from engine.hub import resolve_model  # imports torch; the stub's process does not need it
 
     shutil.copyfile(resolve_model(EMBEDDED_MODEL) / "tokenizer.json", folder / "tokenizer.json")
     (folder / "1_Pooling").mkdir()
@@ -197,7 +199,7 @@ def save_one_layer(folder: Path) -> None:
 
 
 def peak(model: Path, corpus: Path, output: Path, num_rows: int) -> dict[str, Any]:
-    """The command itself, in a process of its own."""
+    """Runs the command in a process of its own, and measures the peak of its memory."""
     code = (
         "import sys, resource; from serve_app.cli.commands import cli;"
         "cli(sys.argv[1:], standalone_mode=False);"

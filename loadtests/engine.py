@@ -1,4 +1,6 @@
-"""The engine on a GPU, host to host, beside transformers: tokens/s, latency, how busy the GPU is, start-up.
+"""Measures the engine on a GPU beside transformers: tokens/s, latency, the GPU's busy time, start-up.
+
+Times are from token ids on the host to vectors on the host.
 
 python -m loadtests.engine [MODEL ...]
 """
@@ -32,8 +34,8 @@ from loadtests.startup import start_engine
 from loadtests.traces import percentile
 
 ROUNDS = 3
-TURNS, QUERIES = 5, 60  # rounds of latency, and queries of each way in a round
-# Tokens of one round, a second's work or so; a peer gets a fraction of it, over the same lengths.
+TURNS, QUERIES = 5, 60  # rounds of latency; queries in a round, with the loop and without it
+# Tokens of one round, about a second of work. A peer gets a fraction of them, with the same lengths.
 TOKENS = {
     "Qwen3-Embedding-0.6B": 512_000,
     "Qwen3-Embedding-4B": 98_304,
@@ -42,8 +44,8 @@ TOKENS = {
 }
 PEER_SHARE = 4
 DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float8", "int8")
-IN_8_BITS = ("mixed",)  # what is timed of those
-STARTED_COLD = ("Qwen3-Embedding-0.6B", "BERT-base")  # with no kernel compiled before; the others' kernels are like these
+IN_8_BITS = ("mixed",)  # the texts that are measured in 8 bits
+STARTED_COLD = ("Qwen3-Embedding-0.6B", "BERT-base")  # started without compiled kernels, too; others have like kernels
 BANDWIDTH = 4.0e12  # bytes/s that reading weights reaches at best
 # Thousand tokens/s and ms of vLLM 0.26 on an H200, measured earlier on weights of these shapes, not in this run.
 VLLM: dict[str, dict[str, float]] = {
@@ -54,7 +56,7 @@ VLLM: dict[str, dict[str, float]] = {
 
 
 def workloads(name: str, published: Published) -> dict[str, list[int]]:
-    """Lengths of the texts of one round."""
+    """The lengths of one round's texts, by the kind of texts."""
     tokens = TOKENS[name]
     found = {"mixed": mixed_lengths(tokens, seed=0, most=published.longest), "512": [512] * (tokens // 512)}
     found["32"] = [32] * (tokens // 32)
@@ -64,7 +66,7 @@ def workloads(name: str, published: Published) -> dict[str, list[int]]:
 
 
 def tokens_per_s(encode: Callable[[list[Ids]], None], lengths: list[int], rounds: int = ROUNDS) -> float:
-    """Median over rounds, each of fresh ids; one round before them warms up."""
+    """The median over rounds with new token ids. A first round warms up and does not count."""
     rates = []
     for seed in range(rounds + 1):
         texts = sequences(lengths, seed)
@@ -96,7 +98,7 @@ def throughput_rows(name: str, engine: Engine, gemm: float) -> list[dict[str, An
 def throughput_row(name: str, engine: Engine, gemm: float, workload: str, lengths: list[int], budget: int) -> dict[str, Any]:
     rate = tokens_per_s(lambda texts: through_the_loop(engine, texts, budget), lengths)
     part = sequences(lengths[: max(1, len(lengths) // 4)], 9)
-    through_the_loop(engine, part, budget)  # its last, smaller batch may be the first of its graph's size
+    through_the_loop(engine, part, budget)  # the last batch is smaller and may need a graph that is not captured yet
     seen = trace(lambda: through_the_loop(engine, part, budget))
     flops = PUBLISHED[name].flops(lengths) / sum(lengths) * rate
     row = {
@@ -117,13 +119,13 @@ def throughput_row(name: str, engine: Engine, gemm: float, workload: str, length
 
 
 def largest_budget_row(name: str, engine: Engine, gemm: float) -> dict[str, Any]:
-    """Mixed texts with `--max-batch-tokens` as large as any budget that an engine chooses: what its latency buys."""
+    """Mixed texts with the largest token budget that an engine chooses. It costs latency and may give more tokens/s."""
     lengths = workloads(name, PUBLISHED[name])["mixed"]
     return throughput_row(name, engine, gemm, f"mixed, {MOST_BATCH_TOKENS:,} tokens a pass", lengths, MOST_BATCH_TOKENS)
 
 
 def add_peers(name: str, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """What transformers does on the same texts, and vLLM did."""
+    """Adds transformers' rates on the same texts, and vLLM's earlier ones."""
     published = PUBLISHED[name]
     for attention, key in (("sdpa", "transformers SDPA"), ("packed_fa2", "transformers packed, FA2")):
         model = peers.load(folder, attention).eval()
@@ -153,7 +155,7 @@ def latency_rows(name: str, engine: Engine, gemm: float, peer: Encode | None) ->
 
         mine: list[float] = []
         alone: list[float] = []
-        for _ in range(TURNS):  # in turns: a card's clock drifts by more than the loop costs
+        for _ in range(TURNS):  # in turns, because the card's clock changes by more than the loop's cost
             mine += asyncio.run(seconds_of_queries(loop, text, QUERIES))
             alone += seconds_of(lambda text=text: engine.launch(text).wait(), QUERIES)  # type: ignore[misc]
         theirs = seconds_of(lambda text=text: peer(text), 30) if peer is not None else []  # type: ignore[misc]
@@ -175,7 +177,7 @@ def latency_rows(name: str, engine: Engine, gemm: float, peer: Encode | None) ->
 
 
 async def seconds_of_queries(loop: EngineLoop, text: list[Ids], repeats: int) -> list[float]:
-    """One query after another from an event loop, as a replica asks; ten before them warm up."""
+    """Seconds of each query, one after another, from an event loop as in a replica. Ten queries before them warm up."""
     seconds = []
     for _ in range(10 + repeats):
         request = Request(text, EmbedOptions())
@@ -213,7 +215,7 @@ def main(names: Sequence[str]) -> None:
             for dtype in DTYPES if not published.is_encoder else DTYPES[:1]:
                 torch.cuda.empty_cache()
                 engine = Engine.load(folder, pooling=published.pooling, dtype=dtype)
-                torch.cuda.set_per_process_memory_fraction(1.0)  # the peers live in this process too
+                torch.cuda.set_per_process_memory_fraction(1.0)  # the peers run in this process, too
                 rows = throughput_rows(name, engine, gemm)
                 peer = None
                 if dtype == "bfloat16":
@@ -224,7 +226,7 @@ def main(names: Sequence[str]) -> None:
                 throughput += rows
                 latency += latency_rows(name, engine, gemm, peer)
                 del engine, peer
-                _write(gemm, throughput, latency, startup)  # what is there, should a later model fail
+                _write(gemm, throughput, latency, startup)  # keeps these results if a later model fails
 
 
 def _write(gemm: float, throughput: list[dict[str, Any]], latency: list[dict[str, Any]], startup: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from loadtests.report import write
 from loadtests.traces import mixed_lengths
 
 BUDGETS: dict[DtypeName, tuple[int, ...]] = {
-    "bfloat16": (2048, 16384, 65536),  # 65536 exceeds the longest input of each model
+    "bfloat16": (2048, 16384, 65536),  # 65536 is more than the longest input of each model
     "float8": (16384,),
     "int8": (16384,),
 }
@@ -53,7 +53,7 @@ def main(names: list[str]) -> None:
 
 
 def in_a_process(folder: Path, pooling: str, dtype: DtypeName, budget: int, longest: int | None) -> dict[str, Any]:
-    """Returns what `measure` returns, from a new process. `longest`: the longest input in tokens; None for the model's limit."""
+    """Runs `measure` in a new process. `longest`: the longest input in tokens; None for the model's limit."""
     arguments = [str(folder), pooling, dtype, str(budget), str(longest or 0)]
     command = [sys.executable, "-m", "loadtests.footprint", "--one", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)

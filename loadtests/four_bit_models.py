@@ -24,7 +24,7 @@ from loadtests.report import write
 from serve_app.garbage import collect_seldom
 
 MODEL = "Qwen/Qwen3-8B"
-CONTEXT, TOKENS = 128, {1: 128, 64: 64}  # of each prompt; of each answer, by streams
+CONTEXT, TOKENS = 128, {1: 128, 64: 64}  # tokens of each prompt; tokens of each answer, by the number of streams
 CACHE_TOKENS = 40_000
 # Target for groups of 128 on an H200.
 TARGETS = {1: 480, 64: 16_000}
@@ -32,7 +32,7 @@ TARGETS = {1: 480, 64: 16_000}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the layers' matrices are stored. `group` None: in bf16."""
+    """The storage of the layers' matrices. `group` None: bf16."""
 
     name: str
     group: int | None = None
@@ -48,7 +48,7 @@ def weights_of(form: Form) -> type[random_engine.RandomWeights]:
 
     class Weights(random_engine.RandomWeights):
         def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
-            assert isinstance(weight, Tensor), "it gives no others"
+            assert isinstance(weight, Tensor), "RandomWeights gives only tensors"
             if form.group is None:
                 return weight
             n, k = weight.shape

@@ -36,21 +36,21 @@ from loadtests.usage import Key, Usage, tracebacks, usage
 MODELS = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct", "reranker"]
 CONNECTIONS = 32
 _WHOLE = 1_000_000  # requests of a run whose result is kept
-_CONTEXT = 2048  # tokens: a prompt of 8,192 takes two cores half a minute
-_MOST_GENERATED = 5_000  # bodies that schemathesis makes, in a minute
-_FLAT = 1.03  # memory at the end of a whole run, as a part of the memory after its first tenth
+_CONTEXT = 2048  # tokens; two cores need half a minute for a prompt of 8,192
+_MOST_GENERATED = 5_000  # bodies from schemathesis, which takes a minute for them
+_FLAT = 1.03  # the most memory at the end of a whole run, as a multiple of the memory after its first tenth
 _MOST_KEPT = 200  # requests that went wrong, in the file
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
-_PROTOCOL = ("501", "505")  # answers to bytes that are no HTTP/1.1 of ours
+_PROTOCOL = ("501", "505")  # answers to bytes that are not our HTTP/1.1
 _GRPC_FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
-# The client's own: metadata that it does not send, and a message that it could not write any more, because the server had ended
-# the stream with another code. The client hides that code (grpc/grpc#36066).
+# Errors of the client itself. It refuses to send some metadata. It also fails to write a message if the server has already ended
+# the stream with another code, and hides that code (grpc/grpc#36066).
 _OF_THE_CLIENT = [(grpc.StatusCode.INTERNAL, "Invalid metadata"), (grpc.StatusCode.INTERNAL, "Internal error from Core")]
 
 
 @dataclass
 class Outcome:
-    """What came of all cases."""
+    """The results of all cases."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (kind, status)
     faults: list[tuple[str, Case]] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Outcome:
 
 
 async def send(case: Case, site: Site, channel: grpc.aio.Channel) -> tuple[str, str]:
-    """Returns: the answer's status, and what is wrong with the answer, "" for nothing."""
+    """Returns: the answer's status, and the fault of the answer ("" for none)."""
     if case.kind == "grpc":
         return await _call(case, channel)
     reader, writer = await asyncio.open_connection(site.host, site.grpc_port if case.kind == "grpc bytes" else site.port)
@@ -102,7 +102,7 @@ async def _answered(case: Case, reader: asyncio.StreamReader) -> tuple[str, str]
 
 
 async def _until_leaving(case: Case, reader: asyncio.StreamReader) -> bytes:
-    """All that comes on a connection until the server or the client leaves."""
+    """All bytes of a connection until the server or the client closes it."""
     data = b""
     with suppress(ConnectionError, TimeoutError):
         async with asyncio.timeout(case.waits_s):
@@ -145,7 +145,7 @@ async def run(all_cases: Iterable[Case], site: Site, outcome: Outcome) -> None:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[Site, psutil.Process]]:
-    """`emberforge serve` of `MODELS`. `folder` gets the reranker, and the file `said` with what the command prints."""
+    """Runs `emberforge serve` with `MODELS`. `folder` gets the reranker, and the file `said` with the command's output."""
     save_small_reranker(folder / MODELS[2])
     site, said = Site(free_port(), free_port()), folder / "said"
     ports = ["--port", str(site.port), "--grpc-port", str(site.grpc_port)]

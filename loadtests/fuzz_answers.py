@@ -1,4 +1,4 @@
-"""What the fuzzer makes of an HTTP answer: its status, and what is wrong with its form."""
+"""The fuzzer's judgement of an HTTP answer: its status, and the fault of its form."""
 
 from asyncio import StreamReader
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ async def read_answer(case: Case, reader: StreamReader) -> Answer | None:
 
 
 def fault_of(case: Case, answer: Answer) -> str:
-    """What is wrong with an answer, "" for nothing."""
+    """The fault of an answer, or "" for none."""
     if answer.status >= 500 and not (answer.status == 504 and case.has_deadline):
         return "a 5xx"
     if case.method == "HEAD" or answer.status < 200:
@@ -79,6 +79,6 @@ def _fault_of_events(body: bytes) -> str:
 
 def _json(text: bytes) -> Any:
     try:
-        return orjson.loads(text)  # strict: NaN is no JSON
+        return orjson.loads(text)  # strict: it refuses NaN
     except ValueError:
         return None

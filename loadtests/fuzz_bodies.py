@@ -1,4 +1,4 @@
-"""Bodies for every POST route: valid ones, and ones with values that no honest client sends. All from a seeded `Random`."""
+"""Bodies for every POST route, from a seeded `Random`: valid ones, and ones with values that no honest client sends."""
 
 import gzip
 import json
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-Operations = dict[str, list[str]]  # by path of a POST route, the fields that its bodies may have
-Generated = dict[str, list[Any]]  # by path of a POST route, bodies as JSON values
+Operations = dict[str, list[str]]  # the fields that a body may have, by the path of its POST route
+Generated = dict[str, list[Any]]  # bodies as JSON values, by the path of their POST route
 
 _MESSAGES = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "What is red?"}]
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -27,7 +27,7 @@ _COHERE = [{"texts": ["one", "two"], "input_type": "search_query", "embedding_ty
 _SIMILAR = {"inputs": {"source_sentence": "one", "sentences": ["two", "three"]}, "parameters": {"truncate": True}}
 _PREDICTED = {"inputs": [["one", "two"], ["three"]], "raw_scores": True}
 
-# For every POST route, bodies without the model's name.
+# Valid bodies of every POST route, without the model's name.
 VALID: dict[str, list[dict[str, Any]]] = {
     "/embed": _EMBED,
     "/v1/embeddings": _OPENAI,
@@ -66,7 +66,7 @@ VALID: dict[str, list[dict[str, Any]]] = {
     "/decode": [{"ids": [[101, 102]], "skip_special_tokens": False}],
 }
 
-_DEEP = "@deep@"  # stands for many brackets, which `json.dumps` could not write
+_DEEP = "@deep@"  # stands for many nested brackets, which `json.dumps` cannot write
 _STRINGS = (
     "",
     " ",
@@ -126,7 +126,7 @@ _NUMBERS = (
 
 
 def hostile(random: Random) -> Any:
-    """A value that a field should not have, or hardly ever has."""
+    """A value that is wrong for a field, or very unusual."""
     kind = random.randrange(12)
     if kind < 3:
         return random.choice(_NUMBERS)
@@ -154,7 +154,7 @@ class Body:
 
 
 def body(random: Random, path: str, fields: Sequence[str], models: Sequence[str], generated: Sequence[Any] = ()) -> Body:
-    """A valid or a generated body of the route at `path`, changed in up to three places, and sometimes broken as text."""
+    """A valid or a generated body of the route at `path`. Up to three places are changed, and sometimes its bytes are broken."""
     bases = generated if generated and random.random() < 0.3 else VALID[path]
     given = json.loads(json.dumps(random.choice(bases)))
     if isinstance(given, dict) and random.random() < 0.9:
@@ -171,7 +171,7 @@ _JSON = (("content-type", b"application/json"),)
 
 
 def _changed(random: Random, given: Any, fields: Sequence[str]) -> Any:
-    """One value replaced, removed, added or wrapped."""
+    """Replaces, removes, adds or wraps one value."""
     kind = random.randrange(10)
     if kind == 0:
         return hostile(random) if random.random() < 0.2 else [given]
@@ -197,7 +197,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _as_text(random: Random, content: bytes) -> Body:
-    """The body with its bytes, its type or its encoding wrong."""
+    """The body with wrong bytes, a wrong type or a wrong encoding."""
     kind, at = random.randrange(9), random.randrange(len(content) + 1)
     if kind == 0:
         return Body(content[:at], _JSON)

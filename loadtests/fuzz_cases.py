@@ -1,4 +1,4 @@
-"""What the fuzzer sends: one case is one request to the HTTP port, or one gRPC call. All from a seeded `Random`."""
+"""The fuzzer's cases, from a seeded `Random`. A case is one request to the HTTP port, or one gRPC call."""
 
 import base64
 import json
@@ -27,18 +27,18 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request. `data` is everything that goes over the connection, or a gRPC message."""
+    """A request. `data` is all bytes of the connection, or a gRPC message."""
 
     kind: Kind
-    route: str  # as counted: the path, the gRPC method, or what is wrong
+    route: str  # the name in the counts: the path, the gRPC method, or the fault of the bytes
     data: bytes
-    path: str = ""  # decides the form of errors; "" if the server cannot know the path
+    path: str = ""  # the path decides the form of errors; "" if the server cannot know the path
     method: str = "POST"
     metadata: tuple[tuple[str, str | bytes], ...] = ()
-    has_deadline: bool = False  # 504 is an answer to it
+    has_deadline: bool = False  # 504 is a right answer then
     ends: bool = False  # the client closes its side of the connection after the request
     leaves: bool = False  # the client does not wait for the whole answer
-    waits_s: float = 30.0  # for the answer; then the client leaves
+    waits_s: float = 30.0  # the client waits this long for the answer, then leaves
 
     def to_json(self) -> str:
         metadata = [[name, _text(value)] for name, value in self.metadata]
@@ -74,7 +74,7 @@ def cases(
     """Cases without end.
 
     Args:
-        generated: bodies by path that are sent as they are, or changed as the valid ones are (`fuzz_schema.py`).
+        generated: bodies by path (`fuzz_schema.py`). They are sent unchanged, or changed like the valid ones.
     """
     random, posts = Random(seed), operations(document)
     gets = [path for path, methods in document["paths"].items() if "get" in methods] + ["/v1/models/x", "/docs", "/openapi.json"]
@@ -90,7 +90,7 @@ def cases(
         yield make()
 
 
-# Headers that the server, HAProxy or Ray reads, with values that are hard to read.
+# Headers that the server, HAProxy or Ray parses, with values that are hard to parse.
 _HEADERS: list[tuple[str, tuple[bytes, ...]]] = [
     ("x-priority", (b"batch", b"interactive", b"", b"BATCH", b"\xff", b"1")),
     ("x-request-deadline-ms", (b"1", b"20", b"5000", b"0", b"-1", b"nan", b"inf", b"1e400", b"9" * 400, b"", b"\xb2")),
@@ -115,7 +115,7 @@ _HEADERS: list[tuple[str, tuple[bytes, ...]]] = [
 
 
 def _post(random: Random, site: Site, posts: Operations, models: Sequence[str], generated: Generated) -> Case:
-    """A body that is wrong in some places, in a request that is right but for its headers."""
+    """A body that is wrong in some places. The rest of the request is right, except perhaps its headers."""
     path, headers = random.choice(list(posts)), []
     made = body(random, path, posts[path], models, generated.get(path, ()))
     if random.random() < 0.2:
@@ -158,7 +158,7 @@ _GOOD = b'{"inputs":"a text"}'
 
 
 def _raw(random: Random, site: Site, posts: Operations, models: Sequence[str]) -> Case:
-    """A connection whose bytes are no right HTTP."""
+    """A connection whose bytes are not valid HTTP."""
     name, make = random.choice(_RAW)
     data = make(random, site.prefix.encode())
     if name == "mutated":
@@ -346,7 +346,7 @@ _H2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def _frames(random: Random) -> bytes:
-    """HTTP/2 frames of any type, flags, stream and length, right and wrong."""
+    """HTTP/2 frames of any type, flags, stream and length, both valid and invalid."""
     frames = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # SETTINGS
     for _ in range(random.randrange(1, 8)):
         payload = random.randbytes(random.choice((0, 4, 5, 6, 8, 20, 100)))
@@ -359,7 +359,7 @@ def _frames(random: Random) -> bytes:
 
 
 def _grpc_bytes(random: Random) -> Case:
-    """A connection to the gRPC port that is no right HTTP/2."""
+    """A connection to the gRPC port whose bytes are not valid HTTP/2."""
     data = random.choice((_H2, b"", _H2)) + (
         _frames(random) if random.random() < 0.8 else random.randbytes(random.randrange(200))
     )
@@ -408,7 +408,7 @@ _METADATA: tuple[tuple[str, tuple[str | bytes, ...]], ...] = (
 
 
 def _grpc(random: Random, site: Site, models: Sequence[str]) -> Case:
-    """A call whose message is changed byte by byte, or whose metadata is odd."""
+    """A call with some bytes of its message changed, or with unusual metadata."""
     method = random.choice(list(_MESSAGES_OF))
     data: bytes = random.choice(_MESSAGES_OF[method]).SerializeToString()
     if data and random.random() < 0.7:

@@ -31,7 +31,7 @@ def _bodies(operation: Any, mode: GenerationMode, number: int, start: int) -> li
     @settings(max_examples=number, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(operation.as_strategy(generation_mode=mode))
     def collect(case: Any) -> None:
-        if isinstance(case.body, dict | list | str | int | float | bool | None):  # not: none at all, or bytes
+        if isinstance(case.body, dict | list | str | int | float | bool | None):  # not bytes, and not without a body
             found.append(case.body)
 
     collect()

@@ -1,8 +1,8 @@
-"""Generation on a GPU through the engine's own loop, beside transformers: decode, whole runs, prompts, start-up; with floors.
+"""Measures generation on a GPU through the engine's loop, beside transformers and floors: decode, whole runs, prompts, start-up.
 
 python -m loadtests.generate [MODEL ...]
 
-Each model runs in a process of its own, whose start is measured too.
+Each model runs in a process of its own. The start of the process is measured, too.
 """
 
 import json
@@ -50,15 +50,15 @@ MODELS = {
 CACHE_TOKENS = 320_000  # for 256 streams of the whole run, and for all prompts of the decode runs
 BATCHES = {1: 128, 8: 128, 64: 64, 256: 64}  # streams, and tokens that each of them gets
 CONTEXTS = (128, 800)
-WARM_TOKENS = 40  # so that all of 256 streams have begun before the first ends, in passes of 8,192 tokens of prompts
+WARM_TOKENS = 40  # enough that all 256 streams begin before the first one ends, with prompts in passes of 8,192 tokens
 TEMPERATURES = {
     "0": SamplingOptions(max_tokens=1, temperature=0.0),
     "0.6": SamplingOptions(max_tokens=1, temperature=0.6, top_k=20, top_p=0.95),
 }
 FIRST_TOKEN, PREFILL = 512, 8192  # tokens of a prompt
 PEER_BATCHES, PEER_TOKENS = (1, 8), 32
-# vLLM 0.26 on another H200, with random weights of the same shapes; measured earlier, not in this run. Decode is at temperature 0
-# behind prompts of 128 tokens, 256 tokens each.
+# vLLM 0.26 on another H200, with random weights of the same shapes. It was measured earlier, not in this run. Decode is at
+# temperature 0: 256 tokens after prompts of 128 tokens.
 VLLM: dict[str, dict[str, float]] = {
     "Qwen3-0.6B": {
         "1": 522, "8": 4343, "64": 20600, "256": 39200, "run at 0": 23000, "run at 0.6": 22400, "prefill": 248000,
@@ -82,7 +82,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 class Measured(Streaming):
     def whole_run(self, options: SamplingOptions) -> tuple[int, float]:
-        """256 prompts of 100 to 1,024 tokens, answers of as many. Returns: tokens of all answers, and seconds."""
+        """Runs 256 prompts of 100 to 1,024 tokens, with answers of such lengths. Returns: tokens of all answers, and seconds."""
         rng = random.Random(0)
         given = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
         wanted = [
@@ -97,7 +97,7 @@ class Measured(Streaming):
 
 
 def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
-    """Loads the model in this process and measures everything but the peers."""
+    """Loads the model in this process and measures everything except the peers."""
     collect_seldom()  # as a replica does
     engine = Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1, speculate=False)
     found: dict[str, Any] = {"ready": time() - started}
@@ -120,7 +120,7 @@ def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
 
 
 def in_a_process(*arguments: str, kernel_cache: Path) -> Any:
-    """What `measure`, or an engine's start alone, prints from a new process."""
+    """Runs `measure`, or only an engine's start, in a new process. Returns the printed results."""
     environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": import_path()}
     command = [sys.executable, "-m", "loadtests.generate", *arguments, str(time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -129,14 +129,14 @@ def in_a_process(*arguments: str, kernel_cache: Path) -> Any:
 
 @torch.inference_mode()
 def of_transformers(folder: Path, device: str = "cuda") -> dict[int, float]:
-    """Tokens/s of its `generate` with a static cache, by batch."""
+    """Tokens/s of transformers' `generate` with a static cache, by batch size."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.eval().to(device)
     rates = {}
     for count in PEER_BATCHES:
         ids = torch.tensor(prompts(count, 128, 128), device=device)
         seconds = {}
-        for most in (2, 2, PEER_TOKENS + 2):  # the first warms up; the difference of the others is what decoding takes
+        for most in (2, 2, PEER_TOKENS + 2):  # the first run warms up; the difference of the other two is the time of decode
             start = perf_counter()
             answer = model.generate(
                 ids,
@@ -154,7 +154,7 @@ def of_transformers(folder: Path, device: str = "cuda") -> dict[int, float]:
 
 
 def step_bytes(published: Published, count: int, context: int) -> float:
-    """What a pass of one token for each stream has to read: the layers' matrices, the head, and all keys and values."""
+    """The bytes that a pass of one token for each stream has to read: the layers' matrices, the head, all keys and values."""
     c = published.config
     keys_and_values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
     return 2 * (published.body_parameters + c.vocab_size * c.hidden_size) + count * context * keys_and_values
@@ -264,7 +264,7 @@ def main(names: Sequence[str]) -> None:
             tables["Start-up and memory"].append(start_row(name, found, cold_s))
             for file in folder.iterdir():
                 file.unlink()
-            write("generate", " ".join(["python -m loadtests.generate", *names]), tables, notes)  # what is there, should one fail
+            write("generate", " ".join(["python -m loadtests.generate", *names]), tables, notes)  # in case another fails
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Generation on a CPU beside transformers and llama.cpp: the same model, prompts and threads, turn by turn, floors included.
+"""Measures generation on a CPU beside transformers, llama.cpp and floors: the same model, prompts and threads, in turns.
 
 python -m loadtests.generate_cpu
 
-llama.cpp takes part where `llama_cpp` can be imported. Its bf16 and Q8_0 are made of the same GGUF file.
+llama.cpp takes part if `llama_cpp` can be imported. Its bf16 and Q8_0 files are made from the same GGUF file.
 """
 
 import ctypes
@@ -111,7 +111,7 @@ class LlamaCpp:
 
 
 def llama_files(gguf: Path, folder: Path) -> dict[str, Path]:
-    """The GGUF file as it is, and copies of it in bf16 and Q8_0."""
+    """The GGUF file itself, and copies of it in bf16 and Q8_0."""
     import llama_cpp
 
     files = {"llama.cpp Q4_1 (the file as it is)": gguf}
@@ -125,7 +125,7 @@ def llama_files(gguf: Path, folder: Path) -> dict[str, Path]:
 
 
 def measure(system: System, count: int, length: int, most: int, seed: int) -> list[float]:
-    """Seconds of the prompts' pass, and of each pass behind it."""
+    """Seconds of the prompts' pass, and of each pass after it."""
     seconds, start = [], perf_counter()
     for _ in system.steps(prompts(count, length, seed), most):
         seconds.append(perf_counter() - start)
@@ -134,7 +134,7 @@ def measure(system: System, count: int, length: int, most: int, seed: int) -> li
 
 
 def read_rate() -> float:
-    """Bytes a second at which torch reads memory that no cache holds, with all threads."""
+    """The bytes/s at which torch reads memory that is in no cache, with all threads."""
     values = torch.ones(64 << 20, dtype=torch.int64)
     seconds = []
     for _ in range(9):

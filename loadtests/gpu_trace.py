@@ -1,4 +1,4 @@
-"""How much of a stretch of time a GPU was busy, and with what, from torch's profiler."""
+"""The share of a period in which a GPU was busy, and the kinds of its work, from torch's profiler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LONG_GAP_US = 5
 @dataclass(frozen=True, slots=True)
 class Trace:
     busy: float  # share of the time between the first kernel's start and the last one's end
-    waits: float  # share of it lost in gaps of over LONG_GAP_US; the rest are the 1-2 us between one kernel and the next
+    waits: float  # share of that time in gaps longer than LONG_GAP_US; shorter gaps are the 1-2 us between two kernels
     shares: dict[str, float]  # of the GPU's working time: attention, GEMM, elementwise, copies
     launches: int
 

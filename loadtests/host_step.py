@@ -1,9 +1,9 @@
-"""The host's work of a decode step, without a device: to schedule it, to fill the batch's buffer, to deliver its tokens.
+"""Measures the host's work for a decode step, without a device: schedule, fill the batch's buffer, deliver the tokens.
 
 python -m loadtests.host_step [STREAMS,...]
 
-The passes, the packing and the delivery are the engine's own. The stub takes the place of the device: it copies nothing,
-computes nothing and has chosen random tokens when the pass is launched. Prints microseconds, without a cohort and with one.
+The passes, the packing and the delivery are the engine's own. A stub takes the place of the device: it copies and computes
+nothing, and has random tokens ready when a pass is launched. Prints microseconds, without a cohort and with one.
 """
 
 import sys
@@ -83,7 +83,7 @@ def timed(*parts: tuple[Any, str]) -> Iterator[dict[str, list[float]]]:
 
 
 def measure(count: int, cohort_size: int) -> dict[str, float]:
-    """Median microseconds of a step of so many streams, by part."""
+    """Median microseconds of a step of `count` streams, by part."""
     stub = Stub(cohort_size)
     passes = Passes(stub, 8192)
     rng = np.random.default_rng(count)

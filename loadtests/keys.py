@@ -1,10 +1,11 @@
-"""One API key floods a replica while another one sends one text at a time, simulated: the queue itself, an engine that is
-arithmetic, a clock that only counts.
+"""Simulates one API key that floods a replica while another key sends one text at a time.
+
+The queue is the engine's own. The engine and the clock are simulated.
 
 python -m loadtests.keys
 
-A pass takes `pass_s` + tokens / rate, and the next is cut when it ends. Each connection of the flood sends its next request of 64
-texts when it has its answer. The other key sends its next text some time after its answer.
+A pass takes `pass_s` + tokens / rate, and the next pass is scheduled when it ends. Each connection of the flood sends its next
+request of 64 texts when it has its answer. The other key sends its next text some time after its answer.
 """
 
 import random
@@ -26,7 +27,7 @@ CONNECTIONS = (0, 1, 8, 64)
 
 
 def simulate(card: Card, connections: int, flood: str, other: str) -> dict[str, Any]:
-    """`flood` and `other` are the names of the two keys. Equal names are one key, as without keys."""
+    """`flood` and `other` are the names of the two keys. Equal names make one key, as on a server without keys."""
     queue, rng = Queue(card.budget), random.Random(2)
     full_s = card.pass_s + card.budget / card.rate
     events: list[tuple[float, int, Request | None]] = []  # a request arrives; None: the pass ends

@@ -1,4 +1,4 @@
-"""Decode and prefill of Qwen3-4B with keys and values in 16 and in 8 bits, random weights, in one process on a GPU.
+"""Measures decode and prefill of Qwen3-4B with a KV cache in 16 and in 8 bits. Random weights, one process, one GPU.
 
 python -m loadtests.kv_cache_dtype
 """
@@ -24,11 +24,11 @@ CACHE_TOKENS = 160_000
 NAMES: Sequence[KvCacheDtype] = ("auto", "fp8")
 DECODES = ((1, 128), (1, 32_768), (16, 8192))  # streams, and tokens of each prompt
 STEPS, WARM_STEPS = 40, 10
-PREFILLS = (512, 8000)  # other lengths than those of DECODES, whose prompts are in the cache
+PREFILLS = (512, 8000)  # not the lengths of DECODES, because those prompts are in the cache
 
 
 def rates(name: KvCacheDtype) -> Iterator[tuple[str, float, float]]:
-    """What was measured, its tokens/s, and the bytes that a token's pass reads at least; 0 for a prompt."""
+    """Yields the name of a measurement, its tokens/s, and the least bytes that a pass reads for a token (0 for a prompt)."""
     config = with_kv_cache_dtype(CATALOGUE[MODEL], name)
     engine = random_engine(config, "cuda", CACHE_TOKENS)
     engine.speculate = False

@@ -1,9 +1,9 @@
-"""Streams of text and embeddings through the whole server, each alone and both on one GPU.
+"""Measures streams and embeddings through the whole server on one GPU: streams alone, embeddings alone, and both.
 
 python -m loadtests.one_card [CHAT [EMBEDDING]]
 
-CHAT is one of `generate.MODELS`, EMBEDDING one of `checkpoints.PUBLISHED`; both have random weights at the real shapes. With CHAT
-alone there are no embeddings. Clients send token ids, so no tokenizer is measured.
+CHAT is one of `generate.MODELS`, EMBEDDING one of `checkpoints.PUBLISHED`. Both have random weights at the real shapes. Without
+EMBEDDING only streams are measured. Clients send token ids, so no tokenizer is measured.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ CHAT, EMBEDDING = "Qwen3-4B", "Qwen3-Embedding-0.6B"
 PROMPT, ANSWER = 128, 400  # tokens of each stream
 STREAMS = (1, 64, 256)
 TOGETHER = 64  # streams beside embeddings
-TEXTS, CONNECTIONS = 64, 32  # of a request to embed; requests at a time
-WARM_S, PHASE_S = 1.5, 5.0  # of each phase; the first part is not counted
+TEXTS, CONNECTIONS = 64, 32  # texts of a request to embed; requests at a time
+WARM_S, PHASE_S = 1.5, 5.0  # seconds of each phase that do not count, and that count
 CLIENTS = 4  # processes
 CACHE_TOKENS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A load: so many connections, each of which sends its next request when it has its answer."""
+    """A load: a number of connections. Each sends its next request when it has its answer."""
 
     port: int
     model: str
@@ -76,7 +76,7 @@ class StreamReader(asyncio.Protocol):
         if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
             self._end(RuntimeError(str(data[:300])))
         self.times += [perf_counter()] * data.count(b"data: ")
-        if self.times and data.endswith(b"0\r\n\r\n"):  # the head alone may end like this, too
+        if self.times and data.endswith(b"0\r\n\r\n"):  # headers without a body may end like this, too
             self._end()
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -95,7 +95,7 @@ def post(path: str, body: dict[str, Any], *headers: str) -> bytes:
 
 
 def stream(asked: Asked) -> list[tuple[float, NDArray[np.float64]]]:
-    """In a process of its own, for a phase. Returns for each stream when it was sent, and when each token came."""
+    """Runs in a process of its own for a phase. Returns each stream's time of sending, and the times of its tokens."""
     rng = np.random.default_rng(asked.seed)
 
     async def one_after_the_other(until: float) -> None:
@@ -117,7 +117,7 @@ def stream(asked: Asked) -> list[tuple[float, NDArray[np.float64]]]:
 
 
 def embed(asked: Asked) -> list[tuple[float, float, int]]:
-    """In a process of its own, for a phase. Returns for each request when it was sent and answered, and its tokens."""
+    """Runs in a process of its own for a phase. Returns each request's times of sending and of the answer, and its tokens."""
     rng = np.random.default_rng(asked.seed)
     lengths = np.array_split(mixed_lengths(400_000, seed=asked.seed), max(1, 400_000 // (TEXTS * 200)))
     bodies = [
@@ -147,7 +147,7 @@ def embed(asked: Asked) -> list[tuple[float, float, int]]:
 
 @contextmanager
 def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
-    """`emberforge serve` of these models."""
+    """Runs `emberforge serve` with these models."""
     port = free_port()
     names = [argument for folder in folders for argument in ("--served-model-name", folder.name)]
     with tempfile.TemporaryDirectory() as path:
@@ -163,7 +163,7 @@ class Load:
         self._executor, self._server = executor, server
 
     def run(self, name: str, streams: Asked | None = None, embeddings: Asked | None = None) -> dict[str, Any]:
-        """One phase. Returns its row."""
+        """Runs one phase. Returns its row."""
         before, started = cpu_seconds(self._server), perf_counter()
         futures = [] if streams is None else self._start(stream, streams)
         others = [] if embeddings is None else self._start(embed, embeddings)
@@ -213,7 +213,7 @@ def _of_embeddings(answers: Sequence[tuple[float, float, int]]) -> dict[str, Any
 
 
 def engine_alone(folder: Path) -> dict[str, float]:
-    """Tokens/s of the engine's loop in a process without a server, by number of streams: the same load without HTTP."""
+    """Tokens/s of the engine's loop under the same load without a server, by the number of streams. Runs in a new process."""
     code = f"from loadtests.one_card import print_rates; print_rates({str(folder)!r})"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     rates: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -232,7 +232,7 @@ def print_rates(folder: str) -> None:
 
 
 def closed_loop(streaming: Streaming, count: int) -> float:
-    """Tokens/s of `count` streams, each of which is followed by the next one when it has its answer."""
+    """Tokens/s of `count` streams at a time. A new stream begins when one ends."""
     from engine.options import SamplingOptions
 
     times, ended, rng = list[float](), SimpleQueue[None](), np.random.default_rng(count)
@@ -260,7 +260,7 @@ def closed_loop(streaming: Streaming, count: int) -> float:
 
 
 def save_chat(name: str, folder: Path) -> None:
-    """A model with a token for each id of its vocabulary."""
+    """Saves a model whose tokenizer has a token for each id of the vocabulary."""
     from loadtests.checkpoints import save
 
     published = save(MODELS[name], folder)
@@ -269,7 +269,7 @@ def save_chat(name: str, folder: Path) -> None:
 
 
 def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[str, Any]]:
-    """Streams of one model, beside the engine without a server."""
+    """Measures streams of one model, beside the engine without a server."""
     engine, rows = engine_alone(folder), []
     print(engine, flush=True)
     with serving(folder) as (port, server):
@@ -284,7 +284,7 @@ def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[s
 
 
 def together(chat: str, embedding: str, folders: Sequence[Path], executor: ProcessPoolExecutor) -> list[dict[str, Any]]:
-    """Streams of one model, and embeddings of another one."""
+    """Measures streams of one model and embeddings of another one."""
     with serving(*folders) as (port, server):
         load = Load(executor, server)
         streams, embeddings = Asked(port, chat, TOGETHER), Asked(port, embedding, CONNECTIONS)
@@ -299,7 +299,7 @@ def together(chat: str, embedding: str, folders: Sequence[Path], executor: Proce
 
 
 def save_embedding(name: str, folder: Path) -> None:
-    """A model that says how it pools."""
+    """Saves a model with its pooling config."""
     pooling = save_random(name, folder).pooling
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling.replace("_", "")}))
@@ -311,7 +311,7 @@ def main(chat: str, embedding: str | None) -> None:
         folder = Path(path) / chat
         save_chat(chat, folder)
         tables = {chat: alone(chat, folder, executor)}
-        _write(tables)  # what is there, should the rest fail
+        _write(tables)  # keeps these results if the rest fails
         if embedding is not None:
             folders = folder, Path(path) / embedding
             save_embedding(embedding, folders[1])

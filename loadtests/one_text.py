@@ -1,4 +1,4 @@
-"""CPU time of tokenising one text of 100 tokens, by each way that the library has and by the word table. It needs no GPU.
+"""Measures the CPU time to tokenise one text of 100 tokens, with each method of the library and with the word table.
 
 python -m loadtests.one_text
 """
@@ -22,7 +22,7 @@ from engine.text.word_table import WordTable
 from loadtests.report import write
 from loadtests.traces import words
 
-# The ways to keep the library's threads from one text.
+# Environments that keep the library from using several threads for one text.
 ENVIRONMENTS: dict[str, dict[str, str]] = {
     "as it is": {},
     "TOKENIZERS_PARALLELISM=0": {"TOKENIZERS_PARALLELISM": "0"},
@@ -50,7 +50,7 @@ def measure(environment: str) -> list[dict[str, Any]]:
 
 
 def _us(way: Callable[[str], object], texts: list[str]) -> dict[str, float]:
-    """CPU microseconds of a call: of the calling thread, and of all threads. The first round warms up."""
+    """CPU microseconds of a call, for the calling thread and for all threads. The first round warms up."""
     given, rounds = cycle(texts), []
     for _ in range(ROUNDS):
         thread, process = thread_time(), process_time()

@@ -1,9 +1,11 @@
-"""What serving costs around a free engine. Compares our server, also with the access log and with traces, to other servers.
+"""Measures the cost of serving with an engine that takes no time. Compares our server to other servers.
+
+Our server runs without and with the access log and traces.
 
 python -m loadtests.overhead [--before FOLDER]
 
-FOLDER is a checkout of another version. With it, the command compares that version, this one, the access log and traces, in turns
-of a second. The speed of a virtual machine changes by more than they differ, and a change meets all servers of a round.
+FOLDER is a checkout of another version. With it, the command compares that version, this version, the access log and traces, in
+turns of a second. The speed of a virtual machine changes by more than their differences. In turns, a change affects all of them.
 """
 
 import argparse
@@ -72,7 +74,7 @@ def _run(server: psutil.Process, port: int, connections: int, count: int, seed: 
 
 
 def in_turns(before: Path) -> list[dict[str, Any]]:
-    """The first three of `TARGETS` and the version in the folder `before`: a server each, loaded one after the other."""
+    """Measures the first three `TARGETS` and the version in the folder `before`. Each has a server. They are loaded in turn."""
     old = {"PYTHONPATH": str(before.resolve()), "PYTHONSAFEPATH": "1"}
     servers = [("the version before", "stub", old), *((name, kind, env) for name, kind, env, _ in TARGETS[:3])]
     with ExitStack() as stack:

@@ -1,11 +1,10 @@
-"""One model on one device and the same model cut over two: decode and a whole run, with floors.
+"""Measures one model on one device and as a pipeline on two: decode and a whole run, with floors.
 
 python -m loadtests.pipeline [MODEL] [--rounds N] [--second-gib N] [--passes FOLDER]
 
-With two GPUs the model is Qwen3-14B unless another is named, in bf16. Otherwise a tiny model runs on the CPU, which shows that
-everything works, and no speed. Each engine has a process of its own, one after the other, with a cache that it chooses itself.
-`--second-gib` adds the decode of an engine that finds so much of the second GPU free: its cut is uneven. `--passes` keeps the
-passes of the whole runs.
+With two GPUs the default model is Qwen3-14B in bf16. Without GPUs a tiny model runs on the CPU: that tests the code, but gives no
+speed. Each engine has a process of its own, one after the other, and chooses the size of its cache. With `--second-gib N` another
+engine finds only N GiB of the second GPU free, so its stages are uneven. `--passes` keeps the passes of the whole runs.
 """
 
 import argparse
@@ -46,7 +45,7 @@ CONTEXT = 128
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much is generated."""
+    """The sizes of the runs."""
 
     tokens: dict[int, int]  # of each answer, by the number of streams
     num_prompts: int  # of the whole run
@@ -59,20 +58,20 @@ class Size:
         return sequences(lengths, number), [rng.randint(*self.lengths) for _ in range(self.num_prompts)]
 
 
-# Half of the many streams as well: a pass of two stages has so many.
+# 128 is half of 256 streams: with two stages a pass has that many.
 ON_GPUS = Size({1: 128, 128: 64, 256: 64}, 256, (100, 1024))
 ON_CPU = Size({1: 16, 8: 16, 16: 16}, 16, (10, 20))
 
 
 @dataclass
 class Measured:
-    """What one engine gives, in tokens/s."""
+    """The results of one engine, in tokens/s."""
 
     layers: list[int]  # of each stage
     cache_tokens: int
-    start_s: float  # from the first import to an engine that is warm
-    copy_bytes_per_s: float  # of the first device, read and written; NaN of a CPU
-    stage_bytes: list[int]  # that a decode step reads of each stage's weights
+    start_s: float  # from the first import until the engine is warm
+    copy_bytes_per_s: float  # of the first device, bytes read and written; NaN for a CPU
+    stage_bytes: list[int]  # bytes of each stage's weights that a decode step reads
     decode: dict[str, list[float]] = field(default_factory=dict)  # by the number of streams
     whole_run: list[float] = field(default_factory=list)
 
@@ -85,7 +84,7 @@ class Subject:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.passes: list[tuple[float, int, int, float]] = []  # ended at, tokens, sequences, seconds
+        self.passes: list[tuple[float, int, int, float]] = []  # end, tokens, sequences, seconds
         threads = 1 if engine.device.type == "cuda" else None
         self.loop = EngineLoop(engine, engine.max_batch_tokens, threads, self._on_batch, max_batch_seqs=engine.max_batch_seqs)
 
@@ -103,7 +102,7 @@ class Subject:
     def decode(self, count: int, most: int) -> float:
         """Tokens/s of the passes that have a token of each stream of their group, and no prompts.
 
-        The cache has the prompts after the first run, all but the last token of each.
+        After the first run the cache has all tokens of each prompt except the last one.
         """
         given = sequences([CONTEXT + 1] * count, CONTEXT, min(30_000, self.engine.config.vocab_size))
         self.passes.clear()
@@ -149,7 +148,7 @@ def measure(config: ModelConfig, size: Size, devices: Sequence[str], second_gib:
             if number:
                 found.decode.setdefault(str(count), []).append(rate)
                 say(f"{count} streams: {rate:,.0f} tokens/s")
-    for number in range(rounds + 1 if second_gib is None else 0):  # in the first run, kernels are loaded between passes
+    for number in range(rounds + 1 if second_gib is None else 0):  # the first run loads kernels between passes
         rate = subject.whole_run(size, number)
         if number:
             found.whole_run.append(rate)
@@ -159,7 +158,7 @@ def measure(config: ModelConfig, size: Size, devices: Sequence[str], second_gib:
 
 
 def leave(device: str, gib: float) -> torch.Tensor:
-    """Takes memory of a GPU until `gib` is left."""
+    """Takes memory of a GPU until only `gib` is free."""
     free = torch.cuda.mem_get_info(device)[0]
     return torch.empty(max(0, free - int(gib * 2**30)), dtype=torch.uint8, device=device)
 
@@ -172,7 +171,7 @@ _BEGAN = perf_counter()
 
 
 def measured_alone(given: argparse.Namespace, devices: Sequence[str], second_gib: float | None = None) -> Measured:
-    """As `measure`, in a process of its own."""
+    """Runs `measure` in a process of its own."""
     command = [sys.executable, "-m", "loadtests.pipeline", given.model, "--rounds", str(given.rounds), "--devices", *devices]
     if second_gib is not None:
         command += ["--second-gib", str(second_gib)]
@@ -185,7 +184,7 @@ def measured_alone(given: argparse.Namespace, devices: Sequence[str], second_gib
 
 
 def floor(found: Measured, config: ModelConfig, count: int, most: int) -> float:
-    """Tokens/s if reading weights, keys and values took all the time, and the slowest stage never waited.
+    """Tokens/s if passes only read weights, keys and values, and the slowest stage never waited.
 
     `count` streams form as many groups as there are stages, and each group's pass reads the weights.
     """
@@ -199,7 +198,7 @@ def floor(found: Measured, config: ModelConfig, count: int, most: int) -> float:
 
 
 def allowed(found: Measured, one: Measured, count: int) -> float:
-    """Tokens/s that the cut allows: the slowest stage takes its share, by bytes, of what one device takes for a group's pass."""
+    """Tokens/s that the cut allows. The slowest stage takes its share, by bytes, of one device's time for a group's pass."""
     groups = min(count, len(found.layers))
     share = 1.0 if count == 1 else max(found.stage_bytes) / sum(found.stage_bytes)
     return one.of_decode(count // groups) / share
@@ -272,7 +271,7 @@ def main() -> None:
     command = f"python -m loadtests.pipeline {given.model}{uneven}"
     if on_gpus:
         write("pipeline", command, {"Decode and whole runs": rows}, notes)
-    else:  # no result: two stages on one CPU take each other's cores
+    else:  # no result is written: two stages on one CPU share its cores
         print(*rows, *notes, sep="\n")
 
 

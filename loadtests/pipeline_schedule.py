@@ -1,8 +1,8 @@
-"""Whole runs of `loadtests.pipeline` by simulation: the engine's own scheduler, and stages that take times measured on H100s.
+"""Simulates the whole runs of `loadtests.pipeline`: the engine's own scheduler, and stages with times measured on H100s.
 
 python -m loadtests.pipeline_schedule
 
-It shows what the order of passes costs, and what larger runs would give, without a GPU.
+It shows the cost of the order of passes, and the rates of larger runs, without a GPU.
 """
 
 from collections import deque
@@ -24,12 +24,12 @@ from engine.schedule.stream import Stream, Token
 from loadtests.pipeline import ON_GPUS
 from loadtests.report import write
 
-# A pass of Qwen3-14B in bf16 on one H100: milliseconds by its tokens, without attention over the cache; and the cache's bytes a
-# token, at the measured bytes/s (the passes of whole runs behind loadtests/results/pipeline.md).
+# A pass of Qwen3-14B in bf16 on one H100: its milliseconds by its tokens, without attention over the cache. Then the cache's
+# bytes for a token, at the measured bytes/s (from the passes of the whole runs of loadtests/results/pipeline.md).
 TOKENS = (0, 64, 128, 192, 256, 512, 1024, 8192)
 PASS_MS = (10.15, 10.5, 11.2, 12.0, 12.8, 24.0, 45.0, 328.0)
 CACHE_BYTES, BYTES_PER_S = 163_840, 2.8e12
-LAUNCH_S, HOP_S, WAKE_S = 0.0015, 0.00005, 0.0002  # of a pass; between two cards; of the thread that schedules
+LAUNCH_S, HOP_S, WAKE_S = 0.0015, 0.00005, 0.0002  # to launch a pass; between two cards; to wake the scheduling thread
 BUDGET, MOST_SEQS = 8192, 320
 ONE, TWO = (1.0,), (0.51, 0.49)  # the stages' shares of a pass
 CACHES = {ONE: 311_552, TWO: 655_360}  # tokens, as the engine chooses on cards of 80 GB
@@ -73,7 +73,7 @@ class Stages:
         self.passes_in_flight = self.num_stages + 1
         self.free_at = [0.0] * self.num_stages
         self.busy_s = [0.0] * self.num_stages
-        self._chosen_at = dict[int, float]()  # by page: when the pass that chose its last token ends
+        self._chosen_at = dict[int, float]()  # by page: the end of the pass that chose its last token
 
     def launch(
         self,
@@ -102,7 +102,7 @@ class Stages:
 
 @dataclass
 class Run:
-    """A whole run that has ended."""
+    """A finished whole run."""
 
     seconds: float
     num_tokens: int
@@ -115,7 +115,7 @@ class Run:
 
 
 def simulate(shares: Sequence[float], cache_tokens: int, prompts: Sequence[TokenIds], wanted: Sequence[int]) -> Run:
-    """All prompts are submitted at once, as `Subject.whole_run` does it."""
+    """Simulates a whole run. All prompts are submitted at once, as in `Subject.whole_run`."""
     clock = Clock()
     stages = Stages(clock, shares, Pages(cache_tokens // PAGE_SIZE, PAGE_SIZE))
     with _at(clock):
@@ -129,7 +129,7 @@ def simulate(shares: Sequence[float], cache_tokens: int, prompts: Sequence[Token
 
 
 def _step(clock: Clock, passes: Passes, in_flight: deque[Launched]) -> None:
-    """Delivers what has ended, and launches a pass or lets the time go on."""
+    """Delivers the passes that have ended. Then launches a pass, or lets the clock run to the next end of a pass."""
     while in_flight and _end(in_flight[0]) <= clock.now:
         passes.deliver(in_flight.popleft())
     wait_s = passes.scheduler.wait_s(clock.now)
@@ -143,13 +143,13 @@ def _step(clock: Clock, passes: Passes, in_flight: deque[Launched]) -> None:
 
 
 def _end(launched: Launched) -> float:
-    assert isinstance(launched.flight, SimulatedFlight), "these stages launched it"
+    assert isinstance(launched.flight, SimulatedFlight), "the simulated stages launched this pass"
     return launched.flight.ends_at
 
 
 @contextmanager
 def _at(clock: Clock) -> Iterator[None]:
-    """The scheduler and the passes see this time."""
+    """Makes the scheduler and the passes use this clock."""
     with patch("engine.passes.perf_counter", clock), patch("engine.step.perf_counter", clock):
         yield
 

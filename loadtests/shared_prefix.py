@@ -1,4 +1,4 @@
-"""What sequences gain that begin alike: documents of one query at Qwen3-Reranker's shape, with and without shared prefixes.
+"""Measures the gain of shared prefixes: documents of one query at Qwen3-Reranker's shape, with and without sharing.
 
 python -m loadtests.shared_prefix
 """
@@ -20,7 +20,7 @@ from engine.schedule.request import Request
 from loadtests.checkpoints import save_random
 from loadtests.report import write
 
-MODEL = "Qwen3-Embedding-0.6B"  # Qwen3-Reranker-0.6B is of the same shape
+MODEL = "Qwen3-Embedding-0.6B"  # Qwen3-Reranker-0.6B has the same shape
 ROUNDS = 7
 
 
@@ -29,7 +29,7 @@ def ids(rng: np.random.Generator, length: int) -> TokenIds:
 
 
 def documents(seed: int, queries: int, each: int, instruction: int = 60, query: int = 20) -> list[TokenIds]:
-    """Of 50 to 400 tokens, behind an instruction that all share and a query of their own."""
+    """Documents of 50 to 400 tokens. An instruction that all share, and a query of each group, come first."""
     rng = np.random.default_rng(seed)
     shared, found = ids(rng, instruction), list[TokenIds]()
     for _ in range(queries):
@@ -59,7 +59,7 @@ def workloads(seed: int) -> dict[str, list[TokenIds]]:
 
 
 def seconds_of(engine: Engine, texts: list[TokenIds]) -> float:
-    """Through the loop, from the submission to the last vector."""
+    """Seconds in the loop, from the submission to the last vector."""
     loop = EngineLoop(engine, engine.max_batch_tokens)
     job = Request(texts, EmbedOptions())
     start = perf_counter()
@@ -71,7 +71,7 @@ def seconds_of(engine: Engine, texts: list[TokenIds]) -> float:
 
 
 def pack_seconds(packer: BatchPacker, texts: list[TokenIds]) -> float:
-    """The host's part, as of one pass."""
+    """Seconds of the host's packing, with all texts in one pass."""
     layout = packer.layout(texts, whole=False)
     start = perf_counter()
     layout = packer.layout(texts, whole=False)
@@ -117,7 +117,7 @@ def measure(engine: Engine) -> list[dict[str, Any]]:
 
 
 def differences(engine: Engine) -> str:
-    """The least cosine between a document's vector in company and alone."""
+    """The least cosine between a document's vector in a batch and its vector alone."""
     texts = documents(99, 1, 40)
     together, alone = engine.launch(texts).wait().vectors, [engine.launch([text]).wait().vectors[0] for text in texts]
     return (

@@ -1,4 +1,4 @@
-"""Sleeping models: seconds to free a GPU's memory, and to be awake again, beside a copy of as many bytes by torch alone.
+"""Measures sleeping models: seconds to free a GPU's memory and to wake up, beside torch's copy of as many bytes.
 
 python -m loadtests.sleep
 """
@@ -35,7 +35,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def copy_s(num_bytes: int) -> float:
-    """Seconds in which torch copies so many bytes of its own pinned memory to a GPU, in pieces of 256 MiB."""
+    """Seconds in which torch copies `num_bytes` of its own pinned memory to a GPU, in pieces of 256 MiB."""
     piece = 1 << 28
     host, target = torch.empty(piece, dtype=torch.uint8, pin_memory=True), torch.empty(piece, dtype=torch.uint8, device="cuda")
     whole, rest = divmod(num_bytes, piece)
@@ -50,13 +50,13 @@ def copy_s(num_bytes: int) -> float:
 
 
 def first_token_s(engine: Engine, number: int) -> float:
-    """Seconds of a prompt of 128 tokens that no cache has, and of its answer's first token."""
+    """Seconds until the first token of an answer. The prompt has 128 tokens and is not in the cache."""
     (prompt,) = sequences([128], number, 30_000)
     start = perf_counter()
     engine.generate([prompt], SamplingOptions(max_tokens=1, temperature=0.0))
     taken = perf_counter() - start
     assert isinstance(engine.runner, StreamRunner)
-    engine.runner.graphs.wait()  # nobody may wait for the device while a graph is captured
+    engine.runner.graphs.wait()  # a wait for the device is not allowed while a graph is captured
     return taken
 
 

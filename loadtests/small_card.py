@@ -1,4 +1,4 @@
-"""Qwen3-Embedding-8B in float8 on a card of 16 GB: a process of its own, while another holds all but 15.5 GiB of the GPU.
+"""Measures Qwen3-Embedding-8B in float8 on a card of 16 GB. Another process holds all but 15.5 GiB of the GPU.
 
 python -m loadtests.small_card
 """

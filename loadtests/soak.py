@@ -1,7 +1,7 @@
-"""Mixed load for an hour, with clients that leave, time out and send rubbish.
+"""Puts a mixed load on a server for an hour, with clients that leave, time out and send invalid bytes.
 
-It fails on a wrong answer, on memory that grows, on a traceback in a log, and on anything that is left over after the load: a
-request, a page of the KV cache, a task, a file descriptor.
+The test fails on a wrong answer, on memory that grows, and on a traceback in a log. It also fails if the server still holds a
+request, a page of the KV cache, a task or a file descriptor after the load.
 
 python -m loadtests.soak [--minutes N] [--rate REQUESTS_A_SECOND] [--seed S]
 """
@@ -32,9 +32,9 @@ from serve_app.grpc import tei_pb2 as tei
 
 _WHOLE_MINUTES = 60
 _SETTLED_MINUTES = 10  # memory may grow until then: caches fill, allocators learn the sizes
-_WINDOW_MINUTES = 10  # memory goes up and down with what runs: its growth is that of the median of so many minutes
+_WINDOW_MINUTES = 10  # memory goes up and down with the load, so its growth is measured by the median of these minutes
 _FLAT = 1.03
-_WARM_S = 20.0  # load before the first count of what an idle server holds
+_WARM_S = 20.0  # seconds of load before the first count of an idle server's resources
 _JSON = (("content-type", b"application/json"),)
 _WORDS = [
     "the",
@@ -58,7 +58,7 @@ _HELD = ("requests_in_flight", "pool_kv_pages_held", "pool_queue_tokens", "tasks
 
 
 class Clients:
-    """Makes clients of every kind. `seed` decides their order and what they send."""
+    """Makes clients of every kind. `seed` decides their order and their requests."""
 
     def __init__(self, seed: int, site: Site, document: dict[str, Any], models: Sequence[str]) -> None:
         """
@@ -72,7 +72,7 @@ class Clients:
         self._channel = grpc.aio.insecure_channel(f"{site.host}:{site.grpc_port}")
 
     async def run(self, rate: float, number: int, most: int = 64) -> None:
-        """So many clients, at random moments, at most `most` at a time."""
+        """Runs `number` clients that begin at random moments, at most `most` at a time."""
         running: set[asyncio.Task[None]] = set()
         for _ in range(number):
             await asyncio.sleep(self._random.expovariate(rate))
@@ -88,7 +88,7 @@ class Clients:
         await self._channel.close()
 
     async def _honest(self) -> None:
-        """Waits for its answer, which is the right one."""
+        """Waits for its answer and checks it."""
         case = self._request()
         await self._send(case, expects="200")
 
@@ -102,7 +102,7 @@ class Clients:
         self.outcome.add(case, status, fault or (f"not {expects}" if expects not in ("", status) else ""))
 
     async def _leaving(self) -> None:
-        """Leaves within its body, before the answer, or within the answer; with or without a word."""
+        """Leaves within its body, before the answer, or within the answer. Some clients close the connection, some reset it."""
         random, case = self._random, self._request(is_long=True)
         stays = random.choice(("within the body", "until the answer", "within the answer"))
         reader, writer = await asyncio.open_connection(self._site.host, self._site.port)
@@ -120,7 +120,7 @@ class Clients:
         self.outcome.add(case, f"left {stays}", "")
 
     async def _grpc(self) -> None:
-        """A call, or a stream that may be cancelled after its first answer."""
+        """Sends a call, or a stream that may be cancelled after its first answer."""
         metadata, case = [("x-model", self._embedder)], Case("grpc", "/tei.v1.Embed/EmbedStream", b"")
         if self._site.application:
             metadata.append(("application", self._site.application))
@@ -167,7 +167,7 @@ class Clients:
 
 
 def held(site: Site) -> dict[str, float]:
-    """What the gateway says that it and the replicas hold."""
+    """The resources that the gateway and the replicas hold, by the gateway's metrics."""
     lines = httpx.get(f"http://{site.host}:{site.port}{site.prefix}/metrics", timeout=10).text.splitlines()
     return {
         name: sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"emberforge_{name}{{")) for name in _HELD
@@ -177,11 +177,11 @@ def held(site: Site) -> dict[str, float]:
 async def left_over(
     site: Site, count: Callable[[], dict[Key, Usage]], before: dict[Key, Usage], tasks: float, seconds: float, spare: int = 0
 ) -> list[str]:
-    """What an idle server holds after so many seconds at most that it did not hold before. Empty as soon as that is nothing.
+    """The resources that an idle server holds and did not hold before. Waits until there are none, or until the time is up.
 
     Args:
-        tasks: of the gateway's event loop, before.
-        spare: descriptors that a process may have more than before: connections that wait to be used again.
+        tasks: the number of tasks of the gateway's event loop before.
+        spare: the number of descriptors that a process may have more than before, for connections that wait for reuse.
     """
     deadline = monotonic() + seconds
     while True:
@@ -245,7 +245,7 @@ def main() -> int:
 
 
 def _row(key: Key, samples: Sequence[dict[Key, Usage]]) -> dict[str, Any]:
-    """A process: memory every ten minutes, its growth, and the first and last counts of descriptors and threads."""
+    """A process's row: its memory every ten minutes, its growth, and the first and last counts of descriptors and threads."""
     found = [each[key] for each in samples if key in each]
     row: dict[str, Any] = {"process": key[0]}
     row |= {

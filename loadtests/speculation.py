@@ -1,10 +1,10 @@
-"""Answers with speculation and without, in turn, on one engine: code that is edited, a text that is quoted, and free text.
+"""Measures answers with and without speculation, in turns on one engine: edited code, a quoted text, and free text.
 
 python -m loadtests.speculation            # SmolLM2, on a GPU if there is one
 python -m loadtests.speculation MODEL ...  # random weights at the shapes of these models, on a GPU
 
-Sampled answers of random weights repeat nothing: they show what speculation costs where it gains nothing. Greedy ones may repeat
-themselves, or not: "proposed" says it.
+Sampled answers of random weights do not repeat tokens. They show the cost of speculation without a gain. Greedy answers of random
+weights may repeat tokens. The column "proposed" shows whether they do.
 """
 
 import sys
@@ -66,7 +66,7 @@ MOST_TOKENS = 200
 
 @dataclass
 class Clock:
-    """When the tokens of all streams came."""
+    """The times of the tokens of all streams."""
 
     times: list[float] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Clock:
 
     @property
     def rate(self) -> float:
-        """Tokens/s behind the first token."""
+        """Tokens/s after the first token."""
         return (len(self.times) - 1) / (self.times[-1] - self.times[0])
 
 

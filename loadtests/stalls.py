@@ -1,7 +1,7 @@
-"""How long a request made to be slow holds up the server's event loop, and the memory that the process takes meanwhile.
+"""Measures how long a request that is made to be slow blocks the server's event loop, and how much memory it takes.
 
-Each request goes to the API in this process, over a model that computes nothing. A task that ticks every millisecond measures the
-longest time between two ticks, and the CPU time of the process in it: on a busy machine the rest is other processes' time.
+Each request goes to the API in this process, with a model that computes nothing. A task ticks every millisecond. It measures the
+longest time between two ticks, and the CPU time of the process in that time. On a busy machine the rest is other processes' time.
 
 python -m loadtests.stalls
 """
@@ -38,7 +38,7 @@ _TICK_S = 0.001
 
 
 class Nothing:
-    """A model whose vectors are all the same."""
+    """A model whose vectors are all equal."""
 
     def __init__(self, task: Any = "embedding") -> None:
         folder, config = read_model(ModelSpec(name=EMBEDDED_MODEL, model=EMBEDDED_MODEL))
@@ -74,7 +74,7 @@ def _ragged(name: str, num_tokens: int) -> NDArray[Any]:
 
 
 def requests() -> Iterator[tuple[str, str, Any, bytes]]:
-    """(what, path, task, body)"""
+    """Yields (name, path, task, body)."""
     text = "the quick brown fox jumps over the lazy dog. "
     bodies: list[tuple[str, str, Any, Any]] = [
         ("one short text", "/v1/embeddings", "embedding", {"input": text}),
@@ -105,7 +105,7 @@ def requests() -> Iterator[tuple[str, str, Any, bytes]]:
 
 
 async def measured(path: str, task: Any, body: bytes) -> tuple[int, float, float, float]:
-    """Status, the longest time between two ticks in ms, the process' CPU time in it in ms, and the request's time in ms."""
+    """Returns: status, the longest time between two ticks, the process's CPU time in it, and the request's time. Times in ms."""
     worst, last, worst_cpu, last_cpu = 0.0, perf_counter(), 0.0, process_time()
 
     async def tick() -> None:
@@ -145,7 +145,7 @@ async def measured(path: str, task: Any, body: bytes) -> tuple[int, float, float
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """The most bytes of this process, as the list's one number."""
+    """Yields a list. At the end its only number is the most bytes that this process had."""
     me, peak, stop = psutil.Process(), [0], threading.Event()
 
     def watch() -> None:

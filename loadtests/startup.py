@@ -1,4 +1,4 @@
-"""Seconds from a process's start to a ready engine, and the host memory it takes on the way.
+"""Measures the seconds from a process's start to a ready engine, and the host memory in between.
 
 python -m loadtests.startup [MODEL ...]
 
@@ -19,16 +19,16 @@ from typing import Any
 import psutil
 
 _EMBEDDING = ("Qwen3-Embedding-0.6B", "BERT-base")
-_CACHE_TOKENS = 320_000  # of a model that generates
+_CACHE_TOKENS = 320_000  # for generation models
 
 
 def import_path() -> str:
-    """PYTHONPATH for a process of these benchmarks: this folder, then what this process has."""
+    """PYTHONPATH for a process of these benchmarks: this folder, then the path of this process."""
     return os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
 
 
 def start_engine(folder: Path, pooling: str, kernel_cache: Path) -> dict[str, Any]:
-    """In a process of its own, weights in the page cache: its figures. `pooling`: "" for a model that generates."""
+    """The figures of a start in a new process, with the weights in the page cache. `pooling`: "" for a generation model."""
     environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": import_path()}
     command = [sys.executable, "-m", "loadtests.startup", "--one", str(folder), pooling, str(time())]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -96,7 +96,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def _import_s() -> float:
-    """Seconds of a process that imports torch and ends; the median of three."""
+    """Seconds of a process that only imports torch. The median of three."""
     seconds = []
     for _ in range(3):
         started = time()

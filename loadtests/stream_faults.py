@@ -1,9 +1,9 @@
-"""Streams of text while replicas, nodes and gateways fail: how many break, and how long the others stand still.
+"""Measures streams while replicas, nodes and gateways fail: how many streams break, and how long the others pause.
 
 python -m loadtests.stream_faults [FAULT ...]
 
 The nodes and the load balancer are those of `loadtests.cluster`. The engines compute nothing. Each token is a function of its
-position, so a stream that has lost a token, or has a token twice, has another text than an undisturbed one.
+position. So a stream with a lost or repeated token has another text than an undisturbed stream.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ NODES = tuple(rtx_5080(name) for name in ("pc1", "pc2", "pc3"))
 INGRESS = ("pc1", "pc2")
 STREAMS, TOKENS, PASS_S = 100, 500, 0.05
 PROMPT_TOKENS = 4
-FAULT_AT_S = 8.0  # after the first request
+FAULT_AT_S = 8.0  # seconds after the first request
 DRAIN_S = 10  # the drained node's deadline
 TITLE = "Streams under faults"
 MOST_S = 120.0  # a stream without an end by then counts as broken
@@ -65,7 +65,7 @@ def config() -> dict[str, Any]:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Site]:
-    """The cluster, deployed."""
+    """Deploys the cluster."""
     with lab() as laboratory:
         build(laboratory, NODES)
         site = balanced(laboratory, folder, INGRESS)
@@ -80,7 +80,7 @@ def whole(site: Site) -> None:
 
 
 def ask(site: Site, streams: int = STREAMS, tokens: int = TOKENS) -> "subprocess.Popen[str]":
-    """Starts the clients, all at once. Returns when they have begun."""
+    """Starts all clients at once. Returns when they have begun."""
     arguments = json.dumps({"port": site.port, "streams": streams, "tokens": tokens})
     process = site.laboratory.start(site.member, "-m", "loadtests.stream_faults", "--clients", arguments)
     assert process.stdout is not None
@@ -89,7 +89,7 @@ def ask(site: Site, streams: int = STREAMS, tokens: int = TOKENS) -> "subprocess
 
 
 def results(process: "subprocess.Popen[str]") -> list[tuple[str, float, float]]:
-    """Of each stream: "whole" or what went wrong, its longest pause in s, and its seconds."""
+    """For each stream: "whole" or its fault, its longest pause in s, and its duration in s."""
     output, _ = process.communicate()
     return [(outcome, pause, seconds) for outcome, pause, seconds in json.loads(output)]
 
@@ -99,7 +99,7 @@ def outcomes(process: "subprocess.Popen[str]") -> dict[str, int]:
 
 
 def change(site: Site, folder: Path, part: int | slice, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Deploys what runs, with changed applications: the last one is the gateway's."""
+    """Deploys the present config again with changed applications. The last application is the gateway."""
     content = yaml.safe_load((folder / "serve.yaml").read_text(encoding="utf-8"))
     chosen = content["applications"][part]
     for application in chosen if isinstance(chosen, list) else [chosen]:
@@ -138,12 +138,12 @@ def kill_head(site: Site, _: Path) -> None:
 
 
 def reload_balancer(site: Site, folder: Path) -> None:
-    """As `systemctl reload haproxy`: a new process takes the port, and the old one ends after its last answer."""
+    """Does the same as `systemctl reload haproxy`: a new process takes the port, and the old one ends after its last answer."""
     old = next(each for each in site.laboratory.members["front"].processes() if "haproxy.cfg" in " ".join(each.cmdline()))
     site.laboratory.start("front", "-f", str(folder / "haproxy.cfg"), "-sf", str(old.pid), program=haproxy())
 
 
-# A cluster is whole again after a fault of the first kind, and serves for the next one.
+# A cluster recovers from these faults and serves for the next one.
 MENDED: dict[str, Fault] = {
     "a replica is killed": kill("ServeReplica:chat", "pc3"),
     "the replicas are redeployed": redeploy_replicas,
@@ -166,7 +166,7 @@ def main(wanted: Sequence[str]) -> None:
 
 
 def measured(site: Site, folder: Path, name: str) -> dict[str, Any]:
-    """A fault under all streams."""
+    """Measures a fault while all streams run."""
     whole(site)
     clients = ask(site)
     sleep(FAULT_AT_S)
@@ -205,7 +205,7 @@ def row(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 class Client(asyncio.Protocol):
-    """Sends one request. Keeps the text, the times of its events, and how the answer ended."""
+    """Sends one request. Keeps the text, the times of its events, and the way in which the answer ended."""
 
     def __init__(self, request: bytes) -> None:
         self._request, self._data = request, bytearray()

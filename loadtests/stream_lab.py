@@ -1,9 +1,10 @@
-"""Routing of streams by real gateways to real replicas whose engines sleep: ours beside three other policies.
+"""Measures the routing of streams by real gateways to real replicas whose engines sleep: ours beside three other policies.
 
 python -m loadtests.stream_lab
 
 The traffic, the cards and the other policies are those of `loadtests/stream_routing.py`, for six cards on one Ray. The engine's
-own scheduler and cache run in the replicas. All times are `SLOW` times as long as the cards', so that two cores carry the rest.
+own scheduler and cache run in the replicas. All times are `SLOW` times as long as the cards' times, so that two cores suffice for
+everything else.
 """
 
 import asyncio
@@ -35,12 +36,12 @@ SLOW = 2.0
 LOAD = 0.8
 WARM_S, MEASURED_S = 25.0, 35.0  # of the cards' time
 OBJECTIVE_S = 1.0  # of the cards' time
-POLICIES = ("round robin", "power of two", "prefix only", "ours")  # of `loadtests/stub_cards.py`, which imports Ray
-# A prompt's last token says how long the answer is: each token of the answer is the one before it less one, down to `LAST`.
+POLICIES = ("round robin", "power of two", "prefix only", "ours")  # names in `loadtests/stub_cards.py`, which imports Ray
+# A prompt's last token decides the length of the answer: each token of the answer is one less than the token before, to `LAST`.
 LAST = 2000
-# The traffic of so many cards: with a system prompt for two of the six, each card would soon have all of them.
+# The traffic of this many cards. A traffic for six cards has so few system prompts that each card would soon have all of them.
 TRAFFIC_OF = {Chat: 60, Rag: 6}
-TURN_S = 17.0  # of the cards' time, between two requests of a chat: an answer, and the time to think
+TURN_S = 17.0  # seconds of the cards' time between two requests of a chat: the answer, and the user's pause
 CACHED = re.compile(rb'"cached_tokens":(\d+)')
 
 
@@ -56,7 +57,7 @@ class Asked:
 
 
 class Reader(asyncio.Protocol):
-    """Sends one request, and notes the time of the first token. Costs as little as Python can."""
+    """Sends one request, and keeps the time of the first token. Uses as little CPU time as possible in Python."""
 
     def __init__(self, asked: Asked, request: bytes) -> None:
         self._asked, self._request, self._tail = asked, request, b""
@@ -90,8 +91,8 @@ class Clients:
         """
         Args:
             per_s: first requests of chats, or questions, in a second of the cards' time.
-            open_chats: chats that have begun before.
-            seed: of the tokens; no cache has those of another seed.
+            open_chats: chats that have begun before the start.
+            seed: decides the tokens. Runs with different seeds share no cached pages.
         """
         self._traffic, self._per_s, self._port, self._seed = traffic, per_s, port, seed
         self._open_chats = open_chats
@@ -113,7 +114,7 @@ class Clients:
         return [each for each in self.asked if each.at - start >= WARM_S * SLOW]
 
     def _later_turn(self, rng: random.Random) -> Job | None:
-        """A chat that is in the middle. How many turns are left does not depend on how many there were."""
+        """A chat that has begun before. The number of its remaining turns does not depend on the number of turns before."""
         job = self._traffic.first(0.0)
         while job is not None and job.session is not None and rng.random() < 0.8:
             job = job.session.turn(0.0) or self._traffic.first(0.0)
@@ -125,7 +126,7 @@ class Clients:
         task.add_done_callback(self._tasks.discard)
 
     async def _talk(self, job: Job | None, after_s: float) -> None:
-        """A question, or all turns of a chat. A turn's prompt has the answer that the server gave, token by token."""
+        """Sends a question, or all turns of a chat. A turn's prompt contains the tokens of the server's earlier answers."""
         said = list[int]()
         await asyncio.sleep(after_s)
         while job is not None:
@@ -137,7 +138,7 @@ class Clients:
                 await asyncio.sleep(self._traffic.think_s() * SLOW)
 
     def _prompt(self, job: Job, said: list[int]) -> list[int]:
-        """What was said before, and new tokens: of the job's pages, which other prompts may share, or of its own."""
+        """The earlier tokens, and new ones: from the job's pages, which other prompts may share, or from the job itself."""
         ids = list(said)
         while len(ids) < job.prompt:
             page, offset = divmod(len(ids), PAGE_TOKENS)
@@ -160,7 +161,7 @@ class Clients:
 
 
 def figures(asked: Sequence[Asked], end_at: float) -> dict[str, Any]:
-    """In the cards' time. A request without a token at the end counts as one that waited since it came."""
+    """The figures in the cards' time. A request without a token at the end counts with its waiting time until then."""
     waits = [(min(each.first_at, end_at) - each.at) / SLOW for each in asked]
     ended = [each for each in asked if each.cached is not None]
     good = sum((each.first_at - each.at) / SLOW <= OBJECTIVE_S for each in asked)

@@ -1,14 +1,14 @@
-"""Routing of streams over 1,000 unlike cards, simulated: ours beside round robin, power of two choices, and prefixes alone.
+"""Simulates the routing of streams over 1,000 different cards: ours beside round robin, power of two choices, and prefix only.
 
 python -m loadtests.stream_routing
 
 A card computes passes as the engine does: one token of each stream under way, then prompts up to the token budget, a quarter of
-it for each prompt in turn. Its cache keeps whole pages and evicts those that were used least recently. A prompt waits until the
+it for each prompt in turn. Its cache keeps whole pages and evicts the least recently used ones. A prompt waits until the
 cache has pages for it and its answer. The rates are the planner's (`cluster/generation.py`).
 
-Ours is the router class of the gateway, one for each of the gateways. A request comes to any gateway. A gateway knows what it has
-sent, what its own streams tell, and reports a second old. The other policies know the present state of every card, which flatters
-them.
+Our policy is the gateway's router class, one object for each gateway. A request comes to a random gateway. A gateway knows its
+own requests, the events of its own streams, and reports that are a second old. The other policies know the present state of every
+card, which is an advantage for them.
 """
 
 import heapq
@@ -36,7 +36,7 @@ from loadtests.report import write
 from loadtests.traces import percentile
 
 MODEL, DTYPE = "Qwen/Qwen3-8B", torch.bfloat16
-# Cards, how many of them, and GiB of memory.
+# Cards, their number, and GiB of memory.
 CARDS = {
     "NVIDIA GeForce RTX 4090": (400, 24.0),
     "NVIDIA GeForce RTX 5090": (300, 32.0),
@@ -44,9 +44,9 @@ CARDS = {
     "NVIDIA GB10": (100, 100.0),
     "NVIDIA H100": (50, 80.0),
 }
-MEMORY_SHARE, OTHER_GIB = 0.92, 1.5  # what the planner may take of a card; workspace and CUDA graphs
+MEMORY_SHARE, OTHER_GIB = 0.92, 1.5  # the planner's share of a card; workspace and CUDA graphs
 WEIGHTS_BYTES = 16.4e9
-BUDGET, QUANTUM = 8192, 2048  # tokens of a pass, and of one prompt in turn
+BUDGET, QUANTUM = 8192, 2048  # most tokens of a pass, and of one prompt in a pass
 LONGEST = 8192
 GATEWAYS = 16
 REPORT_S = 1.0
@@ -60,14 +60,14 @@ class Job:
     """One stream."""
 
     at: float
-    pages: list[int]  # of prompt and answer, the full ones
+    pages: list[int]  # the full pages of prompt and answer
     prompt: int
     answer: int
     most: int  # max_tokens
     session: "Session | None" = None
     gateway: int = 0
     first_at: float = inf
-    held: int = 0  # pages of the cache that it holds; the rest are its own
+    held: int = 0  # the number of cached pages that it holds; its other pages are its own
     own: int = 0
     left: int = 0  # tokens of the prompt to compute
     cached: int = 0
@@ -75,7 +75,7 @@ class Job:
 
 
 class Session:
-    """A chat. Each turn repeats what was said before."""
+    """A chat. Each turn repeats the tokens of the turns before."""
 
     def __init__(self, rng: random.Random, system: list[int], length: int, turns: int) -> None:
         self.rng, self.length, self.turns = rng, length, turns
@@ -138,12 +138,12 @@ def _drawn(rng: random.Random, median: float, sigma: float, most: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What one kind of card computes."""
+    """The speed and the cache of one kind of card."""
 
     name: str
     rate: float  # prompt tokens/s
     step_s: float  # of a decode step without streams
-    stream_s: float  # each stream more
+    stream_s: float  # seconds that each stream adds
     pages: int
 
     @classmethod
@@ -161,11 +161,11 @@ class Replica:
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name, self.kind = name, kind
-        self.queue: deque[Job] = deque()  # has no pages yet
-        self.active: deque[Job] = deque()  # its prompt is being computed
-        self.running: list[tuple[int, int, Job]] = []  # a heap by the last step
+        self.queue: deque[Job] = deque()  # jobs without pages
+        self.active: deque[Job] = deque()  # jobs whose prompts are being computed
+        self.running: list[tuple[int, int, Job]] = []  # a heap by the job's last step
         self.steps = 0
-        self.version = 0  # of its event
+        self.version = 0  # the version of its event
         self._order = count()
         self._since, self._step_s = 0.0, 0.0  # the run of steps under way
         self._chunks: list[tuple[Job, int]] = []  # the pass under way
@@ -192,7 +192,7 @@ class Replica:
         return not (self._is_passing or self.running)
 
     def matched(self, job: Job) -> int:
-        """Pages of the prompt that the cache has."""
+        """The number of the prompt's pages in the cache."""
         most, found = (job.prompt - 1) // PAGE_TOKENS, 0
         while found < most and (job.pages[found] in self._held or job.pages[found] in self._kept):
             found += 1
@@ -223,7 +223,7 @@ class Replica:
         return now + (self.running[0][0] - self.steps) * self._step_s
 
     def interrupt(self, now: float) -> float | None:
-        """A prompt has come. Returns the end of the step under way; None if a pass is under way, which ends first."""
+        """Called when a prompt comes. Returns the end of the step under way. None if a pass is under way: it ends first."""
         if self._is_passing:
             return None
         return self._since + max(1, ceil((now - self._since) / self._step_s)) * self._step_s
@@ -270,7 +270,7 @@ class Replica:
         self._held[page] = self._held.get(page, 0) + 1
 
     def _keep(self, job: Job, num_pages: int) -> None:
-        """The stream's first pages can be found from now on. A page that equals a kept one stays the stream's own."""
+        """Adds the stream's first pages to the cache. A page that equals a cached one stays the stream's own."""
         while job.held < num_pages and (page := job.pages[job.held]) not in self._held and page not in self._kept:
             self._held[page] = 1
             job.held += 1
@@ -332,7 +332,7 @@ class PrefixOnly(Policy):
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         super().__init__(replicas)
-        self._last: dict[int, Replica] = {}  # the replica that had a page last
+        self._last: dict[int, Replica] = {}  # the last replica that had the page
 
     def choose(self, job: Job, now: float) -> Replica:
         depth = 0
@@ -385,7 +385,7 @@ class Ours(Policy):
         pages = tuple(job.pages[: job.prompt // PAGE_TOKENS])
         ticket = Ticket(next(self._ids), num_tokens, min(num_tokens, LONGEST), answer_tokens=job.most, pages=pages)
         chosen = choose_stream([self._gateways[job.gateway]], ticket, now)
-        assert chosen is not None, "every card holds these"
+        assert chosen is not None, "every card has enough pages"
         pool, name = chosen
         assert name is not None, "the pool has replicas"
         pool.opened(ticket)
@@ -404,7 +404,7 @@ class Ours(Policy):
 
 
 def simulate(traffic: Chat | Rag, per_s: float, policy_of: type[Policy], kinds: dict[Kind, int]) -> list[Job]:
-    """The requests that came after the warm-up. `per_s`: first requests of chats, or questions, in a second."""
+    """The requests that came after the warm-up. `per_s`: first requests of chats, or questions, per second."""
     replicas = [Replica(f"{kind.name} {index}", kind) for kind, number in kinds.items() for index in range(number)]
     policy, rng, order, until = policy_of(replicas), random.Random(1), count(), WARM_S + SECONDS
     events: list[tuple[float, int, Any, int]] = [(0.0, next(order), None, 0)]
@@ -459,8 +459,11 @@ def simulate(traffic: Chat | Rag, per_s: float, policy_of: type[Policy], kinds: 
 
 
 def uncached_share(traffic: Chat | Rag, num_first: int) -> tuple[float, float, float, float]:
-    """Of requests in a row: requests for each first one, and means of prompt tokens, of those that no earlier request had, and
-    of answer tokens."""
+    """Statistics of consecutive requests.
+
+    Returns: requests for each first request, and the means of prompt tokens, of prompt tokens that no earlier request had, and of
+    answer tokens.
+    """
     seen, prompts, new, answers = set[int](), list[int](), list[int](), list[int]()
     for _ in range(num_first):
         job = traffic.first(0.0)
@@ -488,7 +491,7 @@ def capacity(kinds: dict[Kind, int], prompt: float, new: float, answer: float) -
 
 
 def figures(jobs: Sequence[Job]) -> dict[str, Any]:
-    """A request without a token at the end counts as one that waited since it came."""
+    """The figures of the jobs. A job without a token at the end counts with its waiting time until then."""
     waits = [min(job.first_at, WARM_S + SECONDS) - job.at for job in jobs if job.at <= WARM_S + SECONDS]
     good = sum(job.first_at - job.at <= OBJECTIVE_S for job in jobs)
     begun = [job for job in jobs if job.first_at < inf]

@@ -1,9 +1,9 @@
-"""What serving costs a generated token: 256 streams of 50 tokens/s each through real HTTP, the engine a stub.
+"""Measures the cost of serving for each generated token: 256 streams of 50 tokens/s each over real HTTP, with a stub engine.
 
 python -m loadtests.streams
 
-The engine's own loop runs in the server: its scheduler, its delivery, a pass of all streams every 20 ms. The same loop without a
-server around it is the first row; what the other rows cost beyond it is the serving's.
+The engine's own loop runs in the server, with its scheduler, its delivery, and a pass of all streams every 20 ms. The first row
+is the same loop without a server. The other rows' additional cost is the cost of serving.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ SERVERS = [("HAProxy to the replica", "stub-streams"), ("through a gateway", "st
 
 
 class Reader(asyncio.Protocol):
-    """Sends one request and counts the events of its answer. Costs as little as Python can."""
+    """Sends one request and counts the events of its answer. Uses as little CPU time as possible in Python."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -48,7 +48,7 @@ class Reader(asyncio.Protocol):
         self.num_events += data.count(b"data: ")
         if self.num_events and not self.first_s:
             self.first_s = perf_counter() - self._start
-        if self.num_events and data.endswith(b"0\r\n\r\n"):  # the head alone may end like this, too
+        if self.num_events and data.endswith(b"0\r\n\r\n"):  # headers without a body may end like this, too
             self._transport.close()
             self.ended.set_result(None)
 
@@ -96,7 +96,7 @@ def measure(name: str, kind: str, engine_us: float) -> dict[str, Any]:
 
 
 def engine_alone() -> dict[str, Any]:
-    """The engine's loop in this process, its streams' tokens thrown away."""
+    """Measures the engine's loop in this process. The tokens of its streams are dropped."""
     from engine.loop import EngineLoop
     from engine.options import SamplingOptions
 
@@ -115,7 +115,7 @@ def engine_alone() -> dict[str, Any]:
 
 
 def first_tokens() -> list[dict[str, Any]]:
-    """From a request to its first token, one request at a time; a pass takes no time."""
+    """Measures the time from a request to its first token, one request at a time. A pass takes no time."""
     from engine.loop import EngineLoop
     from engine.options import SamplingOptions
 

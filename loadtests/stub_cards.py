@@ -1,4 +1,4 @@
-"""Replicas whose engine sleeps as long as a card would compute, and gateways with other policies. Ray's workers import them."""
+"""Replicas whose engine sleeps for a card's computing time, and gateways with other policies. Ray's workers import this file."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class CardEngine(StreamingEngine):
         prompts = sum(length for length in lengths if length > 1)
         seconds = self._stream_s * lengths.count(1) + max(self._step_s, prompts / self._rate)
         last = [int(each.token_ids[-1]) for each in pieces if each.row is not None]
-        assert min(last, default=0) >= 0, "no pass is launched before the one before has ended"
+        assert min(last, default=0) >= 0, "a pass is launched only after the pass before it has ended"
         sleep(max(0.0, start + seconds - perf_counter()))
         tokens = [Token(each - 1 if each > LAST else END) for each in last]
         return Finished(Output(np.zeros((len(sequences), 1), dtype=np.float32), device_s=seconds, tokens=tokens))
@@ -71,7 +71,7 @@ def _replicas(pools: Sequence[StreamLoad]) -> list[tuple[StreamLoad, str]]:
 
 
 def _less_loaded(pools: Sequence[StreamLoad], rng: random.Random) -> tuple[StreamLoad, str]:
-    """Of two replicas drawn at random, the one with fewer open streams."""
+    """The one of two random replicas that has fewer open streams."""
     drawn = rng.sample(_replicas(pools), 2)
     return min(drawn, key=lambda each: sum(sent.replica == each[1] for sent in each[0]._sent.values()))
 
@@ -94,7 +94,7 @@ class PowerOfTwo:
 
 
 class PrefixOnly:
-    """As `PrefixOnly` of `loadtests/stream_routing.py`."""
+    """The same policy as `PrefixOnly` of `loadtests/stream_routing.py`."""
 
     def __init__(self) -> None:
         self._rng, self._first_holder = random.Random(0), dict[int, tuple[StreamLoad, str]]()

@@ -1,4 +1,4 @@
-"""Pools whose engines sleep instead of computing, as fast as the card that their node plays."""
+"""Pools whose engines sleep instead of computing. Their speed is that of the card that their node stands for."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class StubArgs(pool.PoolArgs):
 
 
 class SleepingEngine(StubEngine):
-    """Takes a pass's time. The first number of a vector is the sum of the sequence's ids, the others are always the same."""
+    """Sleeps for the time of a pass. A vector's first number is the sum of the sequence's ids. The other numbers are fixed."""
 
     def __init__(self, tokens_per_s: float, pass_s: float) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class SleepingEngine(StubEngine):
 
 
 class SleepingPool(pool.PoolServer):
-    """The label of its node says which card it plays."""
+    """The label of its node decides which card it stands for."""
 
     speeds: dict[str, tuple[float, float]] = {}
 
@@ -62,7 +62,7 @@ class FastPool(pool.PoolServer):
 
 
 class FreePool(pool.PoolServer):
-    """Computing costs nothing."""
+    """A pass takes no time."""
 
     planned_tokens_per_s = 1e6
 

@@ -1,4 +1,4 @@
-"""Replicas whose engine gives a token to every stream at a fixed pace, and computes nothing. Ray's workers import them."""
+"""Replicas whose engine gives a token to every stream at a fixed pace and computes nothing. Ray's workers import this file."""
 
 import os
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class StreamingEngine:
         from engine.schedule.stream import Token
 
         now = perf_counter()
-        self._due = max(self._due + self._pass_s, now)  # what the passes of a pace take besides is part of the pace
+        self._due = max(self._due + self._pass_s, now)  # the pace includes the time of everything else in a pass
         sleep(self._due - now)
         tokens = [Token(token_at(each.start + len(each.token_ids))) for each in pieces if each.row is not None]
         chosen = np.ones((0 if together is None else len(together), 4), np.int32)

@@ -1,5 +1,6 @@
-"""Reranking, classification, sparse and hybrid vectors and late chunking on the CPU, beside what else computes them: same
-process, same texts, turn by turn. Models of all-MiniLM-L6-v2's size with random weights.
+"""Measures reranking, classification, sparse and hybrid vectors and late chunking on the CPU, beside other libraries.
+
+All run in one process, with the same texts, in turns. The models have all-MiniLM-L6-v2's size and random weights.
 
 python -m loadtests.tasks
 """
@@ -42,7 +43,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def save(model: Any, folder: Path, **files: dict[str, Any]) -> None:
-    """A model folder with the embedded model's tokenizer, and these files in it."""
+    """Saves a model folder with the embedded model's tokenizer and these files."""
     model.save_pretrained(folder)
     source = resolve_model(EMBEDDED_MODEL)
     for path in source.glob("*token*"):
@@ -53,7 +54,7 @@ def save(model: Any, folder: Path, **files: dict[str, Any]) -> None:
 
 
 def in_batches(texts: Sequence[Any], run: Callable[[list[Any]], Any]) -> None:
-    """Batches of like length, the longest first, as sentence-transformers makes them."""
+    """Runs batches of similar lengths, the longest first, as sentence-transformers makes them."""
     ordered = sorted(texts, key=len, reverse=True)
     for start in range(0, len(ordered), BATCH):
         run(ordered[start : start + BATCH])
@@ -163,7 +164,7 @@ def hybrid(folder: Path) -> dict[str, System]:
 
 
 def late(folder: Path) -> dict[str, System]:
-    """Texts of up to 2,048 tokens, a vector of every 128."""
+    """Late chunking of texts of up to 2,048 tokens, with a vector for every 128 tokens."""
     config = transformers.BertConfig(**SHAPE, max_position_embeddings=2048)
     save(transformers.BertModel(config), folder, tokenizer_config={"model_max_length": 2048})
     (folder / "1_Pooling").mkdir()

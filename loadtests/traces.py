@@ -1,4 +1,4 @@
-"""Seeded load: ragged texts that never repeat, and arrival times of an open loop."""
+"""Seeded load: texts of different lengths that never repeat, and arrival times of an open loop."""
 
 import json
 import random
@@ -20,7 +20,7 @@ def words() -> list[str]:
 
 
 def ragged_texts(count: int, seed: int, median_words: float = 80, sigma: float = 0.6) -> list[str]:
-    """Texts of lognormal length, words drawn as natural language draws them (few often, many seldom)."""
+    """Texts of lognormal length. Their words have frequencies as in natural language: few words often, many seldom."""
     rng = np.random.default_rng(seed)
     vocabulary = np.array(words())
     lengths = np.maximum(1, rng.lognormal(np.log(median_words), sigma, count).astype(int))
@@ -43,7 +43,7 @@ def request_lengths(rng: random.Random, longest: int) -> list[int]:
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds after the start at which requests are due: Poisson, so bursts are part of it."""
+    """Seconds from the start at which requests are due. They form a Poisson process, so there are bursts."""
     return list(np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)))
 
 

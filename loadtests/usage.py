@@ -1,4 +1,4 @@
-"""What the processes of a server hold: memory, file descriptors, threads; and what their logs say."""
+"""The memory, file descriptors and threads of a server's processes, and the tracebacks in their logs."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,8 +15,10 @@ Key = tuple[str, int]  # a process: its role and its id
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`mib` is anonymous memory, in swap too: what the process itself has written. The resident set also counts pages of files
-    (code, weights) and shared memory, which the kernel drops and reads again as it likes."""
+    """`mib` is the anonymous memory, with its part in swap: memory that the process itself has written.
+
+    The resident set also counts shared memory and pages of files (code, weights), which the kernel drops and reads again.
+    """
 
     mib: float
     descriptors: int
@@ -24,7 +26,7 @@ class Usage:
 
 
 def usage(descendants: Iterable[psutil.Process]) -> dict[Key, Usage]:
-    """Of each process that serves."""
+    """The usage of each process that serves."""
     found = {}
     for process in descendants:
         with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
@@ -41,9 +43,9 @@ def _anonymous_mib(pid: int) -> float:
 
 
 def tracebacks(said: Path) -> list[str]:
-    """The begin and the end, with the exception, of each line with a traceback in what `emberforge serve` has printed.
+    """The beginning, and the end with the exception, of each line with a traceback in the output of `emberforge serve`.
 
-    `said` is a file.
+    `said` is the file with the output.
     """
     lines = said.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line if len(line) < 500 else f"{line[:200]} ... {line[-300:]}" for line in lines if "Traceback" in line]

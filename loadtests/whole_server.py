@@ -1,8 +1,8 @@
-"""The whole server beside its engine alone: the highest open-loop rate through HTTP, and where the time goes.
+"""Measures the whole server beside its engine alone: the highest open-loop rate through HTTP, and the CPU time of each part.
 
 python -m loadtests.whole_server [MODEL] [--tokenizer FOLDER] [--gateways default,0,1,2,4,8]
 
-MODEL is one of `checkpoints.PUBLISHED`, of random weights, or whatever the server itself would load.
+MODEL is one of `checkpoints.PUBLISHED` (with random weights), or any model that the server loads.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from loadtests.report import write
 from loadtests.servers import SERVED_NAME, cpu_seconds, serving, thread_seconds
 
 MODEL = "Qwen3-Embedding-0.6B"
-# More than 512 requests in flight are refused; a phase has a few hundred requests at least, or its share would be noise.
+# The server refuses more than 512 requests in flight. A phase has at least a few hundred requests, or its share would be noise.
 REQUESTS = (
     Requests("mixed", BATCH, connections=48, seconds=6.0),
     Requests("mixed", 1, connections=384, seconds=4.0),
@@ -44,28 +44,28 @@ AS_FLOATS = Requests("mixed", BATCH, connections=48, seconds=6.0, path="/embed")
 GATEWAYS = ("default", "0", "1", "2", "4", "8")
 CLOSED_S = 3.0
 MOST_REQUESTS_PER_S = 15_000  # more than any server here has answered
-# Shares of the closed loop's rate that are offered: upwards while they are sustained, downwards where none was.
+# The offered rates, as shares of the closed loop's rate. They go up while they are sustained, and down if none was.
 UP, DOWN = (0.97, 1.04, 1.12), (0.94, 0.9, 0.82, 0.7, 0.5)
-SUSTAINED = 0.97  # of what is offered, and no errors
-# More gateways are not tried where they reached this share of the engine alone, or the last step gained no more than that.
+SUSTAINED = 0.97  # the least share of the offered rate, without errors
+# More gateways are not tried if the rate is ENOUGH of the engine alone, or if the last step gained less than GAIN.
 ENOUGH, GAIN = 0.97, 1.05
 ROLES = ("gateway", "replica", "haproxy")
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A server that runs, and who loads it."""
+    """A running server, and its clients."""
 
     name: str
     port: int
     process: psutil.Process
     clients: Clients
-    engine: dict[str, dict[str, Any]]  # what the engine alone does, by kind of text
+    engine: dict[str, dict[str, Any]]  # the results of the engine alone, by kind of text
 
 
 @dataclass
 class Tables:
-    """What was measured so far."""
+    """The results so far."""
 
     engine: list[dict[str, Any]]
     best: list[dict[str, Any]]
@@ -88,7 +88,7 @@ def main(model: str, tokenizer: Path, gateways: Sequence[str]) -> None:
                     for requests in wanted:
                         with _noting(failures, f"{site.name}: {requests}"):
                             _measure(site, requests, tables)
-                        _write(model, tables, failures)  # what is there, should a later one not end
+                        _write(model, tables, failures)  # keeps these results if a later one does not end
                 _write(model, tables, failures)
 
 
@@ -98,7 +98,7 @@ def _num_clients() -> int:
 
 @contextmanager
 def _noting(failures: list[str], what: str) -> Iterator[None]:
-    """What fails is a note: the rest is measured and written all the same."""
+    """Makes a note of a failure. The rest is still measured and written."""
     try:
         yield
     except Exception as error:
@@ -109,7 +109,7 @@ def _noting(failures: list[str], what: str) -> Iterator[None]:
 
 @contextmanager
 def _site(folder: Path, gateways: str, clients: Clients, engine: dict[str, dict[str, Any]]) -> Iterator[Site]:
-    """What `emberforge serve` starts with this number of gateways, once it answers."""
+    """The server of `emberforge serve` with this number of gateways, once it answers."""
     port, chosen = free_port(), [] if gateways == "default" else ["--gateways", gateways]
     name = "emberforge serve" if not chosen else f"gateways: {gateways}"
     with (
@@ -122,13 +122,13 @@ def _site(folder: Path, gateways: str, clients: Clients, engine: dict[str, dict[
 
 
 def _enough(requests: Requests, tables: Tables) -> bool:
-    """Whether more gateways would be of no use, as far as fewer tell."""
+    """Whether more gateways would be of no use, to judge by the results with fewer."""
     shares = [row["of the engine"] for row in tables.best if row["requests"] == str(requests) and "gateways" in row["server"]]
     return bool(shares) and (max(shares) >= ENOUGH or (len(shares) > 1 and shares[-1] < GAIN * max(shares[:-1])))
 
 
 def _measure(site: Site, requests: Requests, tables: Tables) -> None:
-    """Find the highest rate that is sustained, and keep its figures."""
+    """Find the highest sustained rate, and keep its figures."""
     alone = site.engine[requests.texts]
     most = min(MOST_REQUESTS_PER_S, 1.2 * alone["texts/s"] / requests.per_request)
     full = site.clients.closed_loop(site.port, requests, CLOSED_S, most)
@@ -156,11 +156,11 @@ def _measure(site: Site, requests: Requests, tables: Tables) -> None:
 
 
 def _phase(site: Site, requests: Requests, rate: float, tables: Tables) -> dict[str, Any]:
-    """An open loop of `rate` requests/s: a row of what was seen, with the CPU time by role as `costs`."""
+    """Runs an open loop of `rate` requests/s. Returns the row of its results, with the CPU time by role as `costs`."""
     before, start = _Cpu.of(site.process), perf_counter()
     with _gpu_busy() as samples:
         outcome = site.clients.open_loop(site.port, requests, rate)
-    seconds = float(outcome.requests[:, 2].max())  # the clients' preparations count for none of them
+    seconds = float(outcome.requests[:, 2].max())  # without the time of the clients' preparations
     used = _Cpu.of(site.process).since(before)
     row = {
         "server": site.name,
@@ -175,7 +175,7 @@ def _phase(site: Site, requests: Requests, rate: float, tables: Tables) -> dict[
         "errors": outcome.errors.total(),
         "sent late, p99 ms": outcome.late_ms(99),
         "busiest client, cores": outcome.client_cores,
-        # NVML's samples of the preparations are before the load's.
+        # The first samples are of the clients' preparations, so only the last ones count.
         "GPU busy %": _mean(samples, int(len(samples) * (1 - seconds / (perf_counter() - start)))),
     }
     tables.phases.append(row)
@@ -186,7 +186,7 @@ def _phase(site: Site, requests: Requests, rate: float, tables: Tables) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class _Cpu:
-    """CPU seconds of a server: of all its processes, and of each thread of those in ROLES."""
+    """CPU seconds of a server, of all its processes, and of each thread of the processes in ROLES."""
 
     total: float
     threads: dict[tuple[str, int, int], float]  # by role, process, thread
@@ -200,7 +200,7 @@ class _Cpu:
         return _Cpu(self.total - before.total, threads)
 
     def processes(self, role: str) -> list[float]:
-        """Of each process in this role."""
+        """The CPU seconds of each process in this role."""
         found: dict[int, float] = {}
         for (its, process, _), seconds in self.threads.items():
             if its == role:
@@ -228,7 +228,7 @@ def _costs(used: _Cpu, seconds: float, num_requests: int) -> Iterator[dict[str, 
 
 @contextmanager
 def _gpu_busy() -> Iterator[list[float]]:
-    """NVML's utilisation of the first card, ten times a second; nothing without one."""
+    """NVML's utilisation of the first card, ten times a second. Empty without a card."""
     samples: list[float] = []
     done = threading.Event()
 
@@ -254,12 +254,12 @@ def _mean(samples: Sequence[float], first: int) -> float | str:
 
 
 def _model_folder(model: str, tokenizer: Path, folder: Path) -> Path:
-    """The folder to serve: random weights with a real tokenizer, or what is there."""
+    """The folder to serve: random weights with a real tokenizer, or the given folder."""
     if model not in PUBLISHED:
         return Path(resolve_model(model)).resolve()
     published = save_random(model, folder, "cuda" if torch.cuda.is_available() else "cpu")
     torch.cuda.empty_cache()
-    shutil.copy(tokenizer / "tokenizer.json", folder)  # and no file beside it, which may have a limit of its own
+    shutil.copy(tokenizer / "tokenizer.json", folder)  # tokenizer_config.json is left out, because it may have a limit of its own
     pooling = {"pooling_mode": published.pooling.replace("_", "")}
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

@@ -9,9 +9,9 @@ import secrets
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["RAY_AUTH_MODE"] = "token"
-# Ray reads the token once in a process. A test without a cluster would find none, and a cluster that starts later takes this one.
+# Ray reads the token once in a process. Without this line a test without a cluster finds none. A later cluster uses this token.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-# torch's threads sleep between operations. They would spin, which takes the cores from the tests' other processes.
+# torch's threads sleep between operations. By default they would spin and take the cores from the tests' other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import gc
@@ -35,7 +35,7 @@ from xdist.remote import Producer
 from cluster import logs
 from engine.hub import EMBEDDED_MODEL, resolve_model
 
-collect_ignore = ["clients"]  # in an environment of their own: make test-clients
+collect_ignore = ["clients"]  # they run in another environment: make test-clients
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -43,7 +43,7 @@ transformers.logging.disable_progress_bar()
 
 _NUM_GPU_TESTS = pytest.StashKey[int]()
 _KERNEL_REPORTS = pytest.StashKey["subprocess.Popen[str]"]()
-# A test that takes long on a busy machine has not failed.
+# A test that is slow on a busy machine has not failed.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
@@ -68,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RayApar
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The worker without Ray leaves the cores to nodes that start: they have a limited time for it."""
+    """The worker without Ray leaves the cores to starting nodes, because a node's start has a time limit."""
     if _is_worker(config) and config.workerinput["workerid"] == WITHOUT_RAY:
         os.nice(5)
 
@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests marked `gpu` on a machine without a GPU: thousands of skips would hide everything else.
 
-    `-k` and `-m` select first, so that the number which `pytest_terminal_summary` prints is true of the selection.
+    `-k` and `-m` select first, so that `pytest_terminal_summary` prints the number for the selection.
     Workers get the longest files first.
     """
     if _is_worker(config):
@@ -97,9 +97,9 @@ def _is_worker(config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Frees the garbage collector from all that was imported, which saves an eighth of the time of the unit tests.
+    """Excludes all imported objects from garbage collection, which saves an eighth of the unit tests' time.
 
-    Starts to compile the kernels, at the lowest priority, if a test wants their reports.
+    Also starts to compile the kernels, at the lowest priority, if a test needs their reports.
     """
     gc.collect()
     gc.freeze()
@@ -116,7 +116,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A selection of GPU tests alone is a success on a machine without a GPU, as a run of skipped tests is."""
+    """On a machine without a GPU, a selection of only GPU tests is a success, like a run of skipped tests."""
     if (compiling := session.config.stash.get(_KERNEL_REPORTS, None)) is not None:
         compiling.kill()
         compiling.communicate()
@@ -175,7 +175,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def log_lines(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """Reads the JSON lines that this process has written since the last call. Lines of gRPC's C++ code are skipped."""
-    monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that starts Ray in this process leaves it behind
+    monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that started Ray in this process has set it
     loggers = [logging.getLogger(name) for name in ("", *logs._OURS, *logs._OF_RAY, logs.ACCESS)]
     before = [(each, each.level, list(each.handlers)) for each in loggers]
     logs.set_up("replica of x")

@@ -1,4 +1,4 @@
-"""Results whose length differs by sequence, cut out of the arrays of a whole pass.
+"""Results with a different length for each sequence, cut out of the arrays of a whole pass.
 
 They are cut when somebody reads them: on the thread that delivers results, because the engine's thread has no time for it.
 """

@@ -192,15 +192,15 @@ def adjust(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor | None, Tensor]:
-    """The tokens of one row that min-p, then top-k, then top-p keep, and their weights.
+    """The tokens of one row that remain after min-p, then top-k, then top-p, and their weights.
 
-    min-p keeps what has at least `min_p` of the likeliest token's probability. top-p keeps the fewest of the likeliest tokens
-    that have `top_p` of the mass which min-p and top-k left. A token as likely as the last one kept is kept too, so more than
-    `top_k` may be. A token of probability 0 is never kept.
+    min-p keeps the tokens with at least `min_p` of the likeliest token's probability. top-p keeps the fewest of the likeliest
+    tokens that have `top_p` of the probability that remains after min-p and top-k. A token that is as likely as the last kept
+    token is also kept, so more than `top_k` tokens may be kept. A token of probability 0 is never kept.
 
     Args:
-        probs: [V] float32, its sum is 1.
-    Returns: the ids, ascending, and their probabilities [n]; None and `probs` where no option removes a token.
+        probs: [V] float32, with the sum 1.
+    Returns: the ids in ascending order, and their probabilities [n]; None and `probs` if no option removes a token.
     """
     vocab_size = len(probs)
     has_top_k, has_top_p = 0 < top_k < vocab_size, top_p < 1
@@ -213,7 +213,7 @@ def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor 
         if has_top_k:
             least = max(least, float(values[top_k - 1]))
         num_kept = int((values >= least).sum())
-        complete = num_kept < len(values) or len(values) == vocab_size  # else tokens beyond `values` may be kept too
+        complete = num_kept < len(values) or len(values) == vocab_size  # else tokens beyond `values` may also be kept
         if has_top_p:
             mass = values[:num_kept]
             if not complete:
@@ -230,7 +230,7 @@ def keep(probs: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor 
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of [V], descending, and their indices. They lie in the `count` blocks with the largest maxima."""
+    """The `count` largest values of [V] in descending order, and their indices. The blocks with the largest maxima have them."""
     if count * 4 * _BLOCK > len(values) or len(values) % _BLOCK:
         top = values.topk(count)
         return top.values, top.indices
@@ -241,7 +241,7 @@ def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _argmax(values: Tensor) -> Tensor:
-    """The index of each row's largest value, the lowest of equal ones. [B, V] -> [B]"""
+    """The index of each row's largest value; the lowest index of equal values. [B, V] -> [B]"""
     if values.shape[1] % _BLOCK:
         return values.argmax(1)
     blocks = values.view(len(values), -1, _BLOCK)
@@ -251,7 +251,7 @@ def _argmax(values: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, uniform: float) -> int:
-    """An index, with a probability in proportion to its weight: where the running sum passes `uniform` of the total."""
+    """An index, with a probability proportional to its weight: the index at which the running sum exceeds `uniform` * total."""
     if len(weights) % _BLOCK:
         return _find(weights.double(), uniform)[0]
     blocks = weights.view(-1, _BLOCK)
@@ -261,9 +261,10 @@ def _draw(weights: Tensor, uniform: float) -> int:
 
 
 def _find(weights: Tensor, share: float) -> tuple[int, float]:
-    """Where the running sum of float64 weights passes `share` of the total, and what share of that weight lies before.
+    """The index at which the running sum of float64 weights exceeds `share` of the total, and the share of this index's weight
+    that lies before this point.
 
-    Rounding may carry the sum to the very end. The last index with a weight above 0 is the answer then.
+    By rounding, the sum may never exceed it. The result is then the last index with a weight above 0.
     """
     sums = weights.cumsum(0)
     at = share * float(sums[-1])

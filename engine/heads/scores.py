@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens that are known already: those of a prompt, and those that a request names.
+"""Computes log-probabilities of known tokens: those of a prompt, and those that a request names.
 
-They are those of the model: the log-softmax of the logits in fp32, before any option changes a logit.
+They are the model's own: the log-softmax of the logits in fp32, before any option changes a logit.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from engine.heads.language import LanguageHead
 from engine.schedule.piece import Piece
 from engine.schedule.stream import Token
 
-# Rows of logits at a time. With a vocabulary of 151,936 tokens the logits take 78 MB, and the log-probabilities another 78 MB.
+# Rows of logits in memory at a time. With a vocabulary of 151,936 tokens the logits take 78 MB, and so do the log-probabilities.
 _ROWS = 128
 
 
 def score_prompts(hidden: Tensor, pieces: Sequence[Piece], head: LanguageHead) -> list[list[Token] | None]:
-    """The tokens that follow the tokens of each piece in its prompt, with their log-probabilities.
+    """For each token of a piece: the next token of its prompt, with its log-probability.
 
     Args:
-        hidden: [T, C], the rows of the pieces first, in order.
-    Returns: a list for each piece that has `scored`; None where a logit is NaN or infinite.
+        hidden: [T, C]. The rows of the pieces come first, in order.
+    Returns: a list for each piece that has `scored`; None if a logit is NaN or infinite.
     """
     scores: list[list[Token] | None] = []
     start = 0

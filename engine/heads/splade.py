@@ -37,8 +37,8 @@ def most_splade_seqs(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMNames:
-    """The names of the parts of a masked-LM head in a checkpoint: gelu(dense), a norm, and the decoder, whose bias may be its own
-    or lie beside it."""
+    """The names of the parts of a masked-LM head in a checkpoint: gelu(dense), a norm, and the decoder. The decoder's bias may be
+    inside or beside the decoder."""
 
     dense: str
     norm: str
@@ -47,18 +47,21 @@ class MaskedLMNames:
 
 
 class Splade(VectorHead):
-    """max over a sequence's tokens of log(1 + relu(masked-LM logits)). Source: SPLADE v2, arXiv:2109.10086, section 3.
+    """Computes log(1 + relu(maximum over a sequence's tokens of the masked-LM logits)).
 
-    The logarithm and the decoder's bias do not change which token gives a word the most, so they come after the maximum, which
-    runs along with the logits of a few tokens at a time: those of all would be as many as 16,384 x 30,522.
+    Source: SPLADE v2, arXiv:2109.10086, section 3.
+
+    The logarithm and the decoder's bias do not change which token has the largest logit of a word, so they come after the
+    maximum. The logits of all tokens would be 16,384 x 30,522 numbers. So the maximum is computed over the logits of a few tokens
+    at a time.
     """
 
     reads_pooled_rows = False
     is_wide: ClassVar[bool] = True
 
     def __init__(self, config: ModelConfig, checkpoint: WeightSource, names: MaskedLMNames, words: Tensor) -> None:
-        """`words`: the model's table, [vocab_size, C], which is the decoder where the two are tied."""
-        assert config.splade is not None, "the config of another pooling"
+        """`words`: the word embeddings, [vocab_size, C]. They are also the decoder if the two are tied."""
+        assert config.splade is not None, "the config has another pooling"
         how: SpladeConfig = config.splade
         c, self.vocab_size, self.log_twice = config.hidden_size, config.vocab_size, how.log_twice
         self.dense = Linear.load(checkpoint, names.dense, c, c, how.dense_bias, gelu=True)
@@ -66,7 +69,7 @@ class Splade(VectorHead):
         self.decoder = words if how.tied else checkpoint.take(f"{names.decoder}.weight", self.vocab_size, c)
         self.bias: Tensor | None = None
         if how.decoder_bias:
-            inner = f"{names.decoder}.bias"  # transformers 5 also keeps the outer one, unused, unless both are tied
+            inner = f"{names.decoder}.bias"  # transformers 5 also stores the outer bias, which it uses only if both are tied
             first, second = (names.bias, inner) if how.tied else (inner, names.bias)
             name = first if checkpoint.has(first) else second
             self.bias = checkpoint.take(name, self.vocab_size, dtype=torch.float32)
@@ -85,7 +88,7 @@ class Splade(VectorHead):
         return weights
 
     def _most(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The largest logit of each word, bias left out. Returns: [B, splade_width], -inf for a sequence of no token."""
+        """The largest logit of each word, without the bias. Returns: [B, splade_width]; -inf for a sequence without tokens."""
         width = splade_width(self.vocab_size)
         step = max(1, CHUNK_BYTES // (width * hidden.element_size()))
         logits = hidden.new_empty(min(step, len(hidden)), width)
@@ -94,10 +97,10 @@ class Splade(VectorHead):
         for start in range(0, len(hidden), step):
             rows = hidden[start : start + step]
             torch.mm(rows, self.decoder.t(), out=logits[: len(rows), : self.vocab_size])
-            ends = (cu_seqlens - start).clamp(0, len(rows)).long()  # of the sequences, within these rows
+            ends = (cu_seqlens - start).clamp(0, len(rows)).long()  # the sequences' ends within these rows
             here = torch.segment_reduce(logits[: len(rows)], "max", offsets=ends, initial=-math.inf, unsafe=True)
             most = here if most is None else torch.maximum(most, here, out=most)
-        assert most is not None, "a batch has a token"
+        assert most is not None, "a batch has at least one token"
         return most
 
 

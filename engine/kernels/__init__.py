@@ -1,4 +1,4 @@
-"""The operations of a forward pass. On a GPU in 16 bits our CUDA kernels compute them, everywhere else plain torch (`reference`).
+"""The operations of a forward pass. On a GPU in 16 bits our CUDA kernels compute them. Otherwise plain torch does (`reference`).
 
 Each operation chooses between the two by the tensor's device and dtype, so that a model is written once.
 """

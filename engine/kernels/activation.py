@@ -12,12 +12,12 @@ THREADS = 256
 
 
 def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:
-    """Returns silu(gate) * up. [T, 2 I] -> [T, I], dtype kept. Gate is the left half, or eight columns of each alternate."""
+    """Returns silu(gate) * up. [T, 2 I] -> [T, I], dtype kept. Gate is the left half, or eight columns of both alternate."""
     return _gated("swiglu", gate_up, interleaved) if runs_on(gate_up) else reference.swiglu(gate_up, interleaved)
 
 
 def geglu(gate_up: Tensor, tanh: bool = False) -> Tensor:
-    """Returns gelu(gate) * up, shapes as in `swiglu`. The checkpoint says whether GeLU is exact or the tanh form."""
+    """Returns gelu(gate) * up, shapes as in `swiglu`. The checkpoint decides between exact GeLU and the tanh form."""
     if not runs_on(gate_up):
         return reference.geglu(gate_up, tanh)
     return _gated("geglu_tanh" if tanh else "geglu", gate_up)

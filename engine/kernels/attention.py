@@ -11,7 +11,7 @@ from engine.kernels.attention_hopper import attention_hopper
 from engine.kernels.launch import Kernel, half
 from engine.kernels.tiles import HopperShape, Shape, TileShape
 
-NO_LIMIT = 1 << 29  # tokens that a window without a limit reaches
+NO_LIMIT = 1 << 29  # the reach of a window without a limit, in tokens
 _MOST_TILES = (1 << 16) - 1  # tiles of one launch: the limit of a grid's y
 
 
@@ -33,11 +33,11 @@ def attention(
     Args:
         q: [T, H, D]; k, v: [T, K, D], H a multiple of K. The heads of a token are contiguous. The stride of tokens is any
             multiple of 8, the same for k and v.
-        tiles: [n, 2] int32 on the device, as `Tiling.tiles` gives them for `shape`. Rows of no tile are not written. [n, 4] if
+        tiles: [n, 2] int32 on the device, from `Tiling.tiles` for `shape`. Rows without a tile are not written. [n, 4] if
             sequences share prefixes: a tile's tokens then see the rows [third, fourth) before their own sequence.
         bounds: [T, 2] int32, the rows [first, end) of the sequence that each token belongs to, without its shared prefix.
-        causal: a token sees itself and the tokens before it; else its whole sequence.
-        window: a token sees no token further away than this; None for no limit.
+        causal: a token sees itself and the tokens before it. Otherwise it sees its whole sequence.
+        window: a token sees no token further away than this. None: no limit.
         bias: [H, 2 R + 1] fp32 times sqrt(D). Column R + d is added to the score of a key d tokens after the query.
         dtype: dtype of the result: q's, or torch.float8_e4m3fn, whose largest value is 448.
         queue: [2] int32 zeros, from which the blocks of the Hopper kernel draw tiles. The kernel leaves zeros. None makes one.
@@ -67,10 +67,10 @@ def launch_attention(
     queue: Tensor | None,
     scales: Tensor | None = None,
 ) -> None:
-    """Writes `attention` or `paged_attention` to `out`, with the kernel that `shape` belongs to.
+    """Writes `attention` or `paged_attention` to `out`, with the kernel of `shape`.
 
     A token sees `left` tokens before itself and `right` tokens after. `bounds` is None if, and only if, there are `pages`.
-    `scales` are those of k and v in 8 bits, which lie in pages.
+    `scales` are the scales of k and v in 8 bits, which are in pages.
     """
     heads, head_dim = q.shape[1:]
     scale_log2 = np.float32(math.log2(math.e) / math.sqrt(head_dim))
@@ -133,14 +133,14 @@ def attention_defines(
     paged: bool = False,
     in_8_bits: bool = False,
 ) -> dict[str, int]:
-    """`in_8_bits`: keys and values, which lie in pages."""
+    """The macros of the kernel. `in_8_bits`: keys and values, which are in pages."""
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
         "BLOCK_M": shape.block_m,
         "BLOCK_N": shape.block_n,
         "M_TILES": shape.m_tiles,
-        # Biases, prefixes and pages need the registers of a third block.
+        # Biases, prefixes and pages need so many registers that a third block does not fit.
         "MIN_BLOCKS": min(shape.min_blocks, 2) if bias or prefix or paged else shape.min_blocks,
         "BIAS": int(bias),
         "PREFIX": int(prefix),

@@ -14,17 +14,17 @@ from engine.kernels.cache8 import Cache8
 from engine.kernels.launch import Kernel, half, runs_on
 
 PAGE = 128  # tokens
-# Parts of one sequence. The block that adds them up has a factor for each part and query head in shared memory.
+# The most parts of one sequence. The block that adds them up has a factor for each part and query head in shared memory.
 MOST_PARTS = 256
 _EXTRA_BYTES = 1024  # shared memory beside the rings
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeShape:
-    """How a block of attention_decode.cu divides the work."""
+    """The division of work in a block of attention_decode.cu."""
 
-    warps: int  # each takes every warps-th group of 16 keys
-    stages: int  # groups of a warp that are in shared memory or on their way there
+    warps: int  # warp w of n takes groups w, w + n, ... of 16 keys
+    stages: int  # groups of a warp that are in shared memory or being copied there
     rows: int = 16  # query heads: 8 or 16
     in_8_bits: bool = False  # keys and values
 
@@ -38,19 +38,19 @@ class DecodeShape:
         return self.warps * self.stages * (2 * 16 * pitch + 128 * self.in_8_bits) + _EXTRA_BYTES
 
     def blocks(self, n_heads: int, n_kv_heads: int) -> int:
-        """Returns the blocks of one item."""
+        """Returns the number of blocks of one item."""
         return n_kv_heads * -(-(n_heads // n_kv_heads) // self.rows)
 
 
-# By head_dim. The memory needs about 32 KB on their way to each multiprocessor of an H200, and two blocks share one.
+# By head_dim. For the full bandwidth of an H200, about 32 KB must be on the way to each multiprocessor. Two blocks share one.
 DECODE_SHAPES = {
     32: DecodeShape(4, 4),
     64: DecodeShape(4, 4),
     96: DecodeShape(4, 3),
     128: DecodeShape(4, 3),
-    256: DecodeShape(2, 3, 8),  # 16 rows need more registers than there are
+    256: DecodeShape(2, 3, 8),  # 16 rows would need too many registers
 }
-# With twice the groups, as many bytes are on their way.
+# With twice as many groups, the same number of bytes is on the way.
 DECODE_SHAPES_8 = {
     head_dim: replace(shape, stages=2 * shape.stages - 1, in_8_bits=True) for head_dim, shape in DECODE_SHAPES.items()
 }
@@ -58,11 +58,11 @@ DECODE_SHAPES_8 = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """The results of parts, until the last block of a sequence adds them up. All layers of a model share one."""
+    """Memory for the results of parts, until the last block of a sequence adds them. All layers of a model share one."""
 
     partial: Tensor  # [most items, H, D] fp32, sums of weighted values
     weights: Tensor  # [most items, H, 2] fp32, the running maximum and the sum of weights
-    counters: Tensor  # [most items, H] int32, of each block of an item, 0 between launches
+    counters: Tensor  # [most items, H] int32, one for each block of an item, 0 between launches
 
     @staticmethod
     def create(most_items: int, n_heads: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
@@ -89,14 +89,14 @@ def attention_decode(
         q: [B, H, D], D one of DECODE_SHAPES. The heads of a token are contiguous. The stride of tokens is any multiple of 8.
         cache: [2, S, K, D], the keys and the values of one layer, of q's dtype or in 8 bits. H is a multiple of K, and S of 128.
             Page p is the slots [128 p, 128 p + 128).
-        items: [n, 8] int32 on the device, as `decode_items` gives them; zeros are padding. n is at most 65,535.
-        pages: [m] int32 on the device, the pages of all sequences. No kernel writes items or pages just before this launch:
-            they are read while the kernel before still runs. Copies from the host may come just before.
-        workspace: of at least n items.
+        items: [n, 8] int32 on the device, from `decode_items`. Zeros are padding. n is at most 65,535.
+        pages: [m] int32 on the device, the pages of all sequences. The kernel just before this launch must not write items or
+            pages, because they are read while it still runs. Copies from the host may come just before.
+        workspace: for at least n items.
         dtype: dtype of the result: q's, or torch.float8_e4m3fn, whose largest value is 448.
         out: [B, H, D] contiguous, of `dtype`. None makes one.
-        shape: None for the head_dim's own; others are for measurements.
-    Returns: [B, H, D], contiguous. Rows of no item are not written.
+        shape: None for the default of head_dim. Others are for measurements.
+    Returns: [B, H, D], contiguous. Rows without an item are not written.
     """
     n_heads, head_dim = q.shape[1:]
     if out is None:
@@ -138,23 +138,23 @@ def decode_items(
     window: int | None = None,
     first_row: int = 0,
 ) -> NDArray[np.int32]:
-    """Divide the keys of each sequence into parts of whole pages, so that all parts together make about `num_blocks` blocks.
+    """Divide the keys of each sequence into parts of whole pages, so that all parts together have about `num_blocks` blocks.
 
-    A part has at most as many pages as one block of `num_blocks` would have to take. The parts of one sequence are equally long,
-    but the last may be shorter. The longest parts come first, as the blocks that start last should be short.
+    A part has at most as many pages as an equal share for `num_blocks` blocks. The parts of one sequence are equally long, but
+    the last may be shorter. The longest parts come first, because the blocks that start last should be short.
 
     Args:
-        lengths: [B], the keys that each row sees, its own token included; 0 for a row that is left out.
-        page_offsets: [B], where the row's list of pages begins.
-        num_kv_heads: blocks of each part.
-        num_blocks: blocks that the chip should have: two or three for each multiprocessor.
-        window: a token sees no token further away than this; None for no limit.
+        lengths: [B], the number of keys that each row sees, including its own token. 0 for a row that is left out.
+        page_offsets: [B], the start of the row's list of pages.
+        num_kv_heads: the number of blocks of each part.
+        num_blocks: the number of blocks that the chip should have: two or three for each multiprocessor.
+        window: a token sees no token further away than this. None: no limit.
         first_row: the row of q that belongs to lengths[0].
     Returns: [n, 8] int32, n at most `most_items`: the row of q, the place of the part's first page in the array of pages, the
         part's first key and the end of its keys (counted from the start of that page), the part's index in its sequence, the
         number of parts of the sequence, the item of the sequence's first part, 0.
     """
-    # Few operations, in place: each takes a microsecond, and all of them lie between two decode steps.
+    # Few operations, in place: each takes a microsecond, and all of them run between two decode steps.
     lengths = np.asarray(lengths, np.int32)
     begins = np.zeros_like(lengths) if window is None else np.maximum(lengths - (1 + window), 0)
     first_pages = begins // PAGE
@@ -194,7 +194,7 @@ def decode_items(
 
 
 def most_items(batch: int, num_kv_heads: int, num_blocks: int) -> int:
-    """Returns an upper bound on the items of `batch` sequences.
+    """Returns an upper bound on the number of items of `batch` sequences.
 
     With P pages for a part, a sequence of n pages has less than n / P + 1 parts, and P is at least all pages * K / num_blocks.
     """

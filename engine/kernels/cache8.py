@@ -1,8 +1,8 @@
-"""Keys and values of a layer in 8 bits: how they are rounded, and what they stand for, in plain torch.
+"""Keys and values of a layer in 8 bits, in plain torch: rounding them, and the values that they stand for.
 
-A value is an e4m3 number times a power of two. The keys of a token's head share one power, as do the values of a token's head. So
-a token is written without a look at other tokens, and bf16 holds each number exactly. The kernels do the same on the bits
-(csrc/cache8.cuh).
+A value is an e4m3 number times a power of two. The keys of a token's head share one power, and so do the values of a token's
+head. So a token is written without a look at other tokens, and bf16 holds each number exactly. The kernels do the same on the
+bits (csrc/cache8.cuh).
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 _MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
-# Exponents of the powers. The kernels multiply codes, read as 16-bit floats, with the scales: no larger one fits fp16 or bf16,
-# and a smaller one would be subnormal in fp16.
+# Exponents of the powers. The kernels read codes as 16-bit floats and multiply them by the scales. A larger scale does not fit
+# fp16 or bf16, and a smaller one would be subnormal in fp16.
 _LEAST_EXPONENT, _MOST_EXPONENT = -22, 7
-_BIAS = 247  # a scale is the exponent + 247: the exponent field of a bf16 number that makes a value of a code
+_BIAS = 247  # a scale is the exponent + 247: the exponent field of the bf16 number that turns a code into a value
 _NOT_FINITE = 255
 
 
@@ -30,7 +30,7 @@ class Cache8:
     def empty(
         cls, shape: tuple[int, int, int, int], device: torch.device, empty: Callable[..., Tensor] = torch.empty
     ) -> "Cache8":
-        """`empty`: allocates memory like `torch.empty`."""
+        """A new cache. `empty`: allocates memory like `torch.empty`."""
         two, slots, heads, _ = shape
         values = empty(shape, dtype=torch.float8_e4m3fn, device=device)
         return cls(values, empty((two, heads, slots), dtype=torch.uint8, device=device))
@@ -45,7 +45,7 @@ class Cache8:
         return widened(values, self.scales.index_select(2, slots).transpose(1, 2), dtype)
 
     def parts(self, new: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """For keys and values [2, T, K, D], pairs of a part of the cache [2, S, ...] and what to write to it [2, T, ...]."""
+        """For keys and values [2, T, K, D]: pairs of a part of the cache [2, S, ...] and its new content [2, T, ...]."""
         values, scales = rounded(new)
         return [(self.values.view(torch.uint8), values.view(torch.uint8)), (self.scales.transpose(1, 2), scales)]
 
@@ -53,7 +53,7 @@ class Cache8:
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the codes, e4m3 of x's shape, and the scales, uint8 without the last dimension.
 
-    The power is the least that brings all values of a head to at most 448. Beyond 448 * 2^7 values saturate.
+    The power is the smallest that brings all values of a head to at most 448. Beyond 448 * 2^7 values saturate.
     """
     wide = x.float()
     most = wide.abs().amax(-1)

@@ -1,8 +1,8 @@
-"""CUDA C++ source -> cubin for one compute capability, by NVRTC, cached on disk.
+"""Compiles CUDA C++ to a cubin for one compute capability with NVRTC, and caches it on disk.
 
 Compiling needs the NVRTC library, which torch's CUDA builds include. It needs no compiler, no headers and no GPU. Macros
-specialise a kernel: a model's widths are constants. The first compilation takes 0.05 to 0.5 s. Later ones come from the cache.
-The key is source, options, target and NVRTC version.
+specialise a kernel, so a model's widths are constants. The first compilation takes 0.05 to 0.5 s. Later ones come from the cache.
+Its key is source, options, target and NVRTC version.
 """
 
 import io
@@ -21,17 +21,17 @@ from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
 from engine.errors import ModelError
 
 _SOURCES = Path(__file__).parent / "csrc"
-# Bytes of shared memory that a block may have on the chips with the least (sm_86, sm_89, sm_12x).
+# The most shared memory of a block, in bytes, on the chips with the least (sm_86, sm_89, sm_12x).
 MAX_SHARED_BYTES = 99 * 1024
 _NO_NVRTC = "NVRTC cannot be used ({}); install it with: pip install nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources of one kernel, as the compiler reports them."""
+    """The resources of one kernel, from the compiler's report."""
 
     registers: int
-    shared_bytes: int  # static only; the launcher adds dynamic shared memory
+    shared_bytes: int  # only static shared memory; the launcher adds dynamic shared memory
     spill_bytes: int
 
 
@@ -73,19 +73,19 @@ def source_texts() -> list[str]:
 
 
 def nvrtc_version() -> str:
-    """Raises: ModelError if NVRTC is not installed."""
+    """The version of NVRTC. Raises: ModelError if NVRTC is not installed."""
     major, minor = _ask(nvrtc.nvrtcVersion)
     return f"{major}.{minor}"
 
 
 def known_archs() -> list[str]:
-    """Returns the compute capabilities that this NVRTC compiles for, as "90". Raises: ModelError if NVRTC is not installed."""
+    """Returns this NVRTC's compute capabilities, in the form "90". Raises: ModelError if NVRTC is not installed."""
     (archs,) = _ask(nvrtc.nvrtcGetSupportedArchs)
     return [str(arch) for arch in archs]
 
 
 def cache_folder() -> Path:
-    """Returns the folder of cached cubins: `EMBERFORGE_KERNEL_CACHE`, else a folder in the user's cache."""
+    """Returns the folder of cached cubins: `EMBERFORGE_KERNEL_CACHE`, or a folder in the user's cache."""
     chosen = os.environ.get("EMBERFORGE_KERNEL_CACHE")
     return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "emberforge" / "kernels"
 
@@ -121,7 +121,7 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
 
 @cache
 def _cache() -> FileStreamProgramCache | InMemoryProgramCache:
-    """Returns a cache on disk; in a read-only container, a cache of this process."""
+    """Returns a cache on disk. In a read-only container, returns a cache of this process."""
     try:
         return FileStreamProgramCache(cache_folder())
     except OSError:

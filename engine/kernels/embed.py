@@ -17,9 +17,9 @@ def embed(
     """Returns words[token_ids], plus position_table[positions] if there is a position table.
 
     Args:
-        token_ids, positions: [T] int32. On a GPU, an id outside of `words` gives the nearest row; on a CPU it is an error.
-        last: [num_slots] int32, the last token of each stream. An id below 0 names an entry: the token is last[-1 - id]. So a
-            step can be launched before the tokens of the step before it are on the host.
+        token_ids, positions: [T] int32. On a GPU, an id outside of `words` gives the nearest row. On a CPU it is an error.
+        last: [num_slots] int32, the last token of each stream. An id below 0 stands for an entry: the token is last[-1 - id]. So
+            a step can be launched before the tokens of the step before are on the host.
         words: [vocab_size, C]; position_table: [max_position_embeddings, C].
     Returns: [T, C], dtype of `words`.
     """

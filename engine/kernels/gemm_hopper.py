@@ -16,7 +16,7 @@ OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.i
 _BLOCK_M, _BLOCK_N, _CLUSTER, _STAGES = 128, 256, 2, 4  # as in csrc/gemm_hopper.cu
 SHARED_BYTES = _STAGES * (_BLOCK_M + _BLOCK_N) * WIDTH + 256
 _THREADS = 384
-_ENOUGH = 0.75  # least share of the waves' tiles that holds results
+_ENOUGH = 0.75  # the least share of the waves' tiles that must hold results
 
 
 def gemm_hopper(
@@ -48,7 +48,7 @@ def gemm_hopper(
 
 
 def fills(m: int, n: int, sms: int) -> bool:
-    """Returns whether a result [m, n] keeps the chip busy. Tiles reach beyond the result, and the last wave is rarely full."""
+    """Returns whether a result [m, n] keeps the chip busy. Tiles may exceed the result, and the last wave is rarely full."""
     at_once = sms // _CLUSTER
     waves = -(-_tiles(m, n) // at_once)
     return m * n >= _ENOUGH * waves * at_once * _CLUSTER * _BLOCK_M * _BLOCK_N

@@ -33,7 +33,7 @@ class Kernel:
         shared_bytes: int = 0,
         features: str = "",
     ) -> None:
-        """`features`: the suffix of the arch's number for instructions that no other chip has: the a of "sm_90a"."""
+        """`features`: the suffix of the arch's number for instructions that only this chip has, such as the a of "sm_90a"."""
         code = compile_kernel(source, defines, arch_of(device) + features)
         self._code = code  # the module stays loaded as long as this reference lives
         self._kernel = code.get_kernel(entry)
@@ -51,14 +51,14 @@ class Kernel:
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
         """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32.
 
-        Raises: BackendError for arguments that the source does not take. RuntimeError, as torch's operations do, for an error
-            that the driver reports: the error may be an earlier launch's.
+        Raises: BackendError for arguments that the source does not take. RuntimeError, as in torch's operations, for an error
+            from the driver. The error may belong to an earlier launch.
         """
         values = self._signature.values(arguments)
         config = LaunchConfig(
             grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
         )
-        # torch.cuda.current_stream calls this, too, and makes an object: that takes 4 us instead of 0.1.
+        # torch.cuda.current_stream calls this, too, but also makes an object, which takes 4 us instead of 0.1.
         stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
         try:
             launch(_stream(stream), config, self._kernel, *values)
@@ -67,7 +67,7 @@ class Kernel:
 
 
 def runs_on(x: Tensor) -> bool:
-    """Returns whether our kernels take this tensor: 16-bit, on a GPU. float32 on a GPU is for checks and takes the reference."""
+    """Returns whether our kernels take this tensor: 16 bits, on a GPU. float32 on a GPU is for checks and uses the reference."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -1,8 +1,8 @@
 """x W^T in 16 bits without a bias, with the operations around it.
 
-`linear`, `linear_add` and `linear_swiglu` take the fastest product for the number of rows. That is cuBLAS, but for two cases on a
-Hopper chip: a handful of rows, where reading W is the whole work (`few_rows`), and SwiGLU after a product that is large enough to
-fill the chip (`gemm_hopper`). docs/decisions/022.
+`linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except in two cases on
+a Hopper chip: a few rows, for which reading W is the whole work (`few_rows`), and SwiGLU after a product that is large enough
+to fill the chip (`gemm_hopper`). docs/decisions/022.
 """
 
 import torch
@@ -33,11 +33,11 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """silu(x G^T) * (x U^T). `norm` as in `linear`.
+    """silu(x G^T) * (x U^T). `norm` is as in `linear`.
 
     Args:
         x: [T, K].
-        gate_up: [2 I, K], eight rows of G and eight rows of U in turn (`interleaved`).
+        gate_up: [2 I, K], in which eight rows of G and eight rows of U alternate (`interleaved`).
     Returns: [T, I].
     """
     if not runs_on(x):
@@ -51,7 +51,7 @@ def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: f
 
 
 def interleaved(gate_up: Tensor) -> Tensor:
-    """[2 I, K], all rows of the gate and then all of up -> eight of the one and eight of the other in turn. 8 divides I."""
+    """[2 I, K], all rows of the gate and then all rows of up -> eight rows of each alternate. 8 divides I."""
     return gate_up.view(2, -1, 8, gate_up.shape[1]).transpose(0, 1).flatten(0, 2).contiguous()
 
 

@@ -1,10 +1,10 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper a handful of rows goes through `few_rows`, and int8 through `gemm_hopper`. Both fuse the operation that follows. All
-other products are cuBLAS's. docs/decisions/023.
+On Hopper a few rows go through `few_rows`, and int8 through `gemm_hopper`. Both fuse the next operation. cuBLAS computes all
+other products. docs/decisions/023.
 
-Every function here takes x in 16 bits, [M, K], and quantises it, except where `few_rows` takes x in bf16 with W in e4m3
-(docs/decisions/055). It takes x in 8 bits as it is.
+Every function here takes x [M, K] in 16 bits and quantises it, except if `few_rows` takes x in bf16 with W in e4m3
+(docs/decisions/055). It does not change x in 8 bits.
 """
 
 import torch
@@ -17,12 +17,12 @@ from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 
-# Up to this many rows of x, `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. A wide W has more
-# tiles, and cuBLAS's sums in 32 bits are as wide as W.
+# Up to this many rows of x, `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. The limit is lower for
+# a wide W, because it has more tiles, and cuBLAS's sums in 32 bits are as wide as W.
 _FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
 _INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
 _LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
-MOST_ROWS_IN_16_BITS = 16  # with W in e4m3, up to so many rows stay in bf16: no kernel quantises them, and they are not rounded
+MOST_ROWS_IN_16_BITS = 16  # with W in e4m3, up to this many rows stay in bf16
 
 
 def linear8(
@@ -42,7 +42,7 @@ def linear8(
 
 
 def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tensor | None:
-    """residual += x W^T, in place, where the product can add. Returns: None, or x W^T [M, N] that is still to be added."""
+    """residual += x W^T, in place, if the product can add. Returns: None, or x W^T [M, N], which the next norm has to add."""
     if _few_in_16_bits(x, weight, "residual", residual) is not None:
         return None
     x8 = quantize(x, weight.values.dtype)
@@ -52,11 +52,11 @@ def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tenso
 def linear8_swiglu(
     x: MaybeQuantized, gate_up: Quantized, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
 ) -> MaybeQuantized:
-    """silu(x G^T) * (x U^T), as the next product takes it. `norm` and `pending` as in `linear8`.
+    """silu(x G^T) * (x U^T), in the form of the next product's input. `norm` and `pending` are as in `linear8`.
 
     Args:
-        gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
-    Returns: [M, I], in 8 bits, or in bf16 where x stays in bf16.
+        gate_up: [2 I, K], in which eight rows of G and eight rows of U alternate.
+    Returns: [M, I], in 8 bits, or in bf16 if x stays in bf16.
     """
     if pending is None and (few := _few_in_16_bits(x, gate_up, "swiglu", norm=norm, eps=eps)) is not None:
         return few
@@ -74,7 +74,7 @@ def _few_in_16_bits(
     norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor | None:
-    """The product of x in bf16 with a weight in e4m3. None where no kernel takes it, or x in 8 bits is faster."""
+    """The product of x in bf16 with a weight in e4m3. None if no kernel takes it, or if x in 8 bits is faster."""
     if isinstance(x, Quantized) or weight.values.dtype != torch.float8_e4m3fn or len(x) > MOST_ROWS_IN_16_BITS:
         return None
     shape = few_rows_shape_of(x, weight.values, norm is not None)
@@ -84,7 +84,7 @@ def _few_in_16_bits(
 
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
-    """The result of one of our own products. None where we have none, or cuBLAS's is faster."""
+    """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
     if (shape := few_rows_shape_of(x.values, weight.values)) is not None:
         return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
     few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
@@ -103,7 +103,7 @@ def _product(x: Quantized, weight: Quantized) -> Tensor:
 
 
 def _int8(x: Quantized, weight: Quantized) -> Tensor:
-    """cuBLAS's product of int8, of some rows at a time: its sums in 32 bits take twice the memory of the result."""
+    """cuBLAS's product of int8, for some rows at a time, because its sums in 32 bits take twice the memory of the result."""
     rows, columns = len(x), len(weight)
     y = torch.empty(rows, columns, dtype=torch.bfloat16, device=x.values.device)
     step = max(_LEAST_ROWS, _INT32_BYTES // (4 * columns))

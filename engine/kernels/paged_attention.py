@@ -25,27 +25,27 @@ def paged_attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, where a token sees the keys of its own and all earlier positions of its sequence.
 
-    The cache holds the keys and values of all these positions, those of this pass included. Other pages, and what the last page
-    holds after the tile's last token, have no influence, not even NaN.
+    The cache holds the keys and values of all these positions, also those of this pass. Other pages, and the content of the last
+    page after the tile's last token, have no influence, not even NaN.
 
     Args:
         q: [T, H, D], 16 bits. The heads of a token are contiguous. The stride of tokens is any multiple of 8.
         cache: [2, S, K, D] contiguous, of q's dtype or in 8 bits, H a multiple of K: the keys and the values of one layer. S is a
-            multiple of `PAGE`. Page p is the rows [p * PAGE, (p + 1) * PAGE). In 8 bits `shape` is one for `LEAST_TILED`: others
-            spill registers, or read 16 bits alone.
-        tiles: [n, 4] int32 on the device at a multiple of 16 bytes, as `paged_tiles` gives them for `shape`. A tile (first, end,
+            multiple of `PAGE`. Page p is the rows [p * PAGE, (p + 1) * PAGE). In 8 bits `shape` is a shape for `LEAST_TILED`.
+            Others spill registers, or read only 16 bits.
+        tiles: [n, 4] int32 on the device at a multiple of 16 bytes, from `paged_tiles` for `shape`. A tile (first, end,
             offset, d) is the rows [first, end) of q, all of one sequence; row r has position r + d. The token of position p lies
             in page `pages[offset + p // PAGE]`, in its row p % PAGE. A tile with first == end does nothing.
         pages: [m] int32 on the device, the page lists of all sequences.
-        window: a token sees no token further before it than this; None for no limit. Pages before all windows may be anything.
+        window: a token sees no token further before it than this. None: no limit. Pages before all windows may be any pages.
         dtype: dtype of the result: q's, or torch.float8_e4m3fn, whose largest value is 448.
         queue: as in `attention`.
         out: [T, H, D] contiguous, of the result's dtype. None makes one.
-    Returns: [T, H, D], contiguous: `out`. Rows of no tile are not written.
+    Returns: [T, H, D], contiguous: `out`. Rows without a tile are not written.
     """
     values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
-    assert values.is_contiguous(), "the kernels compute where a page lies"
-    assert scales is None or not isinstance(shape, HopperShape), "wgmma would read the codes as they are"
+    assert values.is_contiguous(), "the kernels compute the address of a page"
+    assert scales is None or not isinstance(shape, HopperShape), "wgmma cannot widen the codes"
     assert cache.shape[1] % PAGE == 0, "a cache consists of whole pages"
     assert tiles.data_ptr() % 16 == 0, "the kernels read a tile's four numbers at once"
     dtype = dtype or q.dtype

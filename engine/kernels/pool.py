@@ -29,8 +29,8 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
     Args:
         pooled: [B, C], fp32 or 16-bit, contiguous.
         dimensions: [B] int32, 1 .. C.  normalize: [B] int32, 0 or 1.
-    Returns: [B, C] fp32 with zeros past a row's dimensions. A row with a value that is not finite is all NaN, so its first
-        column tells.
+    Returns: [B, C] fp32 with zeros after a row's dimensions. A row with a value that is not finite is all NaN, so its first
+        column shows it.
     """
     if not pooled.is_cuda or pooled.shape[1] % 8:  # a dense layer may give any width
         return reference.pool_finish(pooled, dimensions, normalize)

@@ -12,7 +12,7 @@ from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
 from engine.kernels.norm import row_threads, rows_a_block
 
-# Rows of this dtype are rotated in blocks: an outlier then costs the other values of the block fewer bits (docs/decisions/023).
+# Rows of this dtype are rotated in blocks. Then an outlier costs the other values of the block fewer bits (docs/decisions/023).
 _ROTATED = torch.int8
 _BLOCK = 16
 _MULTIPLE = 16  # cuBLAS needs both sides of a matrix to be a multiple of it
@@ -47,7 +47,7 @@ def quantize(
     gated: bool = False,
     pending: Tensor | None = None,
 ) -> Quantized:
-    """Converts rows to 8 bits. Returns x itself if x is in 8 bits already.
+    """Converts rows to 8 bits. Returns x itself if x is already in 8 bits.
 
     Args:
         x: [M, K] bf16 or fp16, rows any multiple of 8 apart. With `gated` [M, 2 K]: eight columns of gate alternate with eight
@@ -76,7 +76,7 @@ def quantize_weight(weight: Tensor, dtype: torch.dtype) -> Quantized:
     """
     if any(side % _MULTIPLE for side in weight.shape):
         shape = " x ".join(map(str, weight.shape))
-        raise ModelError(f"a matrix of {shape} cannot be in 8 bits, its sides are no multiples of {_MULTIPLE}; use bfloat16")
+        raise ModelError(f"a matrix of {shape} cannot be in 8 bits: its sides are no multiples of {_MULTIPLE}; use bfloat16")
     block = rotation(dtype)
     values = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)

@@ -12,7 +12,7 @@ from engine.kernels.cache8 import Cache8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """Rounds the normalised value to x's dtype before the product with the weight, as transformers' Qwen3RMSNorm does."""
+    """RMSNorm. Rounds the normalised value to x's dtype before the product with the weight, as in transformers' Qwen3RMSNorm."""
     if residual is not None:
         x = residual.add_(x)
     wide = x.float()
@@ -43,7 +43,7 @@ def rope_table(head_dim: int, theta: float, positions: int, device: torch.device
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, eps: float, n_heads: int
 ) -> None:
-    """Source: `apply_rotary_pos_emb` of transformers' Qwen3, which rounds cos and sin to the dtype of `qkv`, too."""
+    """`norm_rope`. Source: `apply_rotary_pos_emb` of transformers' Qwen3, which also rounds cos and sin to the dtype of `qkv`."""
     kv_heads = (qkv.shape[1] - n_heads) // 2
     for heads, weight in ((qkv[:, :n_heads], q_weight), (qkv[:, n_heads : n_heads + kv_heads], k_weight)):
         heads.copy_(rms_norm(heads, weight, eps))
@@ -67,7 +67,7 @@ def rope_store(
     slots: Tensor,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """Rotates K in place, too."""
+    """`rope_store`. Here K is rotated in place, too."""
     if norms is None:
         rope(qkv, table, positions, n_heads)
     else:
@@ -76,8 +76,8 @@ def rope_store(
     rows = slots.long()
     parts = cache.parts(new) if isinstance(cache, Cache8) else [(cache, new)]
     if qkv.is_cuda:
-        # Neither the host's eye nor a shape may depend on slots here. So a token without a slot stands in for the token with the
-        # largest slot, and writes what that token writes. If no token has a slot, row 0 is written as it is.
+        # Neither the host nor a shape may depend on the slots. So a token without a slot writes the same values as the token with
+        # the largest slot. If no token has a slot, row 0 is written unchanged.
         stands_for = torch.where(rows >= 0, torch.arange(len(rows), device=rows.device), rows.argmax())
         kept, rows = (rows >= 0).any(), rows[stands_for].clamp(min=0)
         parts = [(part, torch.where(kept, what[:, stands_for], part[:, rows])) for part, what in parts]
@@ -88,14 +88,14 @@ def rope_store(
         part.index_copy_(1, rows, what)
 
 
-# On a CPU, the last angles of each table: the layers of a pass all turn by the same ones, and its positions are their own tensor.
-# A GPU's may be part of a CUDA graph, which fills the same positions anew.
+# On a CPU, the last angles of each table. All layers of a pass rotate by the same angles, and each pass has a new tensor of
+# positions. On a GPU this is not done, because a CUDA graph writes new positions into the same tensor.
 _last_angles: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
 _MOST_TABLES = 4
 
 
 def _angles(table: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Each token's cos, and its sin with the sign that the swapped halves of a head need: [T, 1, D] each."""
+    """Each token's cos, and its sin with the sign for the swapped halves of a head: [T, 1, D] each."""
     last = _last_angles.get(id(table))
     if last is not None and last[0] is table and last[1] is positions and last[2].dtype == dtype:
         return last[2:]
@@ -115,8 +115,7 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float) -> Tensor
 def quantize(
     x: Tensor, dtype: torch.dtype, block: int = 0, norm: Tensor | None = None, eps: float = 0.0, gated: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (values, scale): rows in 8 bits, and the number that each row was divided by. A row's largest value becomes the
-    largest value of `dtype`.
+    """Returns (values, scale): rows in 8 bits, and each row's divisor. A row's largest value becomes the largest of `dtype`.
 
     Args:
         block: number of neighbouring columns that the Hadamard matrix rotates first; 0 for no rotation.
@@ -136,7 +135,7 @@ def quantize(
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Values beyond the range of e4m3 become its largest value. Values that are not finite become NaN."""
+    """Rounds to e4m3. Values beyond its range become its largest value. Values that are not finite become NaN."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return x if x.dtype == torch.float8_e4m3fn else (x + 0 * x).clamp(-most, most).to(torch.float8_e4m3fn)
 
@@ -150,7 +149,7 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 
 
 def unpack4(records: Tensor, group: int, has_zeros: bool, dtype: torch.dtype, has_mins: bool = False) -> Tensor:
-    """Returns the matrix [N, K] that records in 4 bits hold (csrc/four_bits.cu describes them). fp32 values are rounded once.
+    """Returns the matrix [N, K] of records in 4 bits (csrc/four_bits.cu describes them). fp32 values are rounded once.
 
     Args:
         records: [N / 16, K / chunk, record / 4] int32.
@@ -214,14 +213,14 @@ def attention(
     bias: Tensor | None = None,
     prefixes: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v within each sequence, one sequence after the other.
+    """softmax(q k^T / sqrt(D)) v within each sequence, one sequence after another.
 
     Args:
         q: [T, H, D]; k, v: [T, K, D] with H a multiple of K (grouped queries). Any strides.
-        causal: a token sees itself and the tokens before it; else the whole sequence.
+        causal: a token sees itself and the tokens before it. Otherwise it sees the whole sequence.
         window: a token sees no token further away than this.
-        bias: [H, 2 R + 1], added to the scaled score of a key d tokens after the query: column R + d, at most R either way.
-        prefixes: for each sequence, the rows [first, end) of a shared prefix that lies before it; () without prefixes.
+        bias: [H, 2 R + 1]. Column R + d is added to the scaled score of a key d tokens after the query; d is limited to -R .. R.
+        prefixes: for each sequence, the rows [first, end) of the shared prefix before it. () without prefixes.
     Returns: [T, H, D], contiguous.
     """
     if len(lengths) == 1:
@@ -246,13 +245,13 @@ def cached_attention(
     page_size: int,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of a batch of streams. The cache has the keys and values of all their tokens, those of `q` included.
+    """Causal attention of a batch of streams. The cache has the keys and values of all their tokens, also those of `q`.
 
     Args:
         q, lengths, window: as in `attention`.
         cache: [2, rows, K, D], the keys and the values of one layer, of q's dtype or in 8 bits.
-        starts: for each stream the number of its tokens before those of the batch.
-        pages: for each stream its pages; page p is the rows [p * page_size, (p + 1) * page_size) of the cache.
+        starts: for each stream, the number of its tokens before this batch.
+        pages: for each stream, its pages. Page p is the rows [p * page_size, (p + 1) * page_size) of the cache.
     Returns: [T, H, D], contiguous.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if len(lengths) > 1 else None
@@ -270,12 +269,12 @@ def cached_attention(
 
 
 def attention_decode(q: Tensor, cache: Tensor | Cache8, items: Tensor, pages: Tensor, out: Tensor) -> Tensor:
-    """Attention of one token of each sequence over the pages of a cache. Every result is of all parts of a sequence at once.
+    """Attention of one token of each sequence over the pages of a cache. All parts of a sequence are computed at once.
 
     Args:
         q: [B, H, D]; cache: [2, S, K, D], of q's dtype or in 8 bits.
-        items: [n, 8], as `attention_decode.decode_items` gives them; pages: [m]. A page is 128 slots.
-        out: [B, H, D]. Rows of no item are not written.
+        items: [n, 8], from `attention_decode.decode_items`; pages: [m]. A page is 128 slots.
+        out: [B, H, D]. Rows without an item are not written.
     Returns: `out`.
     """
     slots: dict[int, list[Tensor]] = {}
@@ -299,7 +298,7 @@ def paged_attention(
     window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Source: the docstring of `kernels.paged_attention`. Without `out`, rows of no tile are NaN."""
+    """As the docstring of `kernels.paged_attention` describes. Without `out`, rows without a tile are NaN."""
     out = torch.full(q.shape, math.nan, dtype=q.dtype, device=q.device) if out is None else out
     lists = pages.tolist()
     for first, end, offset, shift in tiles.tolist():
@@ -313,9 +312,9 @@ def paged_attention(
 def _from_pages(
     cache: Tensor | Cache8, pages: Sequence[int], page_size: int, start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view where the pages lie in a row.
+    """The keys and values of a stream's tokens [start, stop): [2, stop - start, K, D]. A view if the pages are consecutive.
 
-    `dtype` is of the values of a cache in 8 bits.
+    `dtype`: the dtype for the values of a cache in 8 bits.
     """
     first, last = start // page_size, -(-stop // page_size)
     needed = pages[first:last]
@@ -334,7 +333,7 @@ def _from_pages(
 def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of one token that sees all keys. [1, H, D], [L, K, D] -> [1, H, D]
 
-    The query heads of a group are as many queries of their key head: that takes a third of the time of `enable_gqa` on a CPU.
+    The query heads of a group become queries of their key head. On a CPU this takes a third of the time of `enable_gqa`.
     """
     grouped = q.reshape(1, k.shape[1], -1, k.shape[2])  # [1, K, H / K, D]
     keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))  # [1, K, L, D]
@@ -342,7 +341,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, bias: Tensor | None) -> Tensor:
-    """[L, H, D] -> [L, H, D]. k and v may hold more tokens; q then belongs to the last L of them."""
+    """[L, H, D] -> [L, H, D]. If k and v have more tokens, q belongs to the last L of them."""
     if causal and len(q) == 1 and bias is None:
         return _one_query(q, k if window is None else k[-window - 1 :], v if window is None else v[-window - 1 :])
     grouped, first = q.shape[1] != k.shape[1], len(k) - len(q)
@@ -351,7 +350,7 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | N
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)[0].transpose(0, 1)
     table = bias_by_distance(k.shape[2], causal, window, bias, q.dtype, q.device)
     out = q.new_empty(q.shape[2], q.shape[1], v.shape[3])  # [L, H, D]
-    near = window if q.device.type == "cpu" else None  # a GPU takes longer for many launches than for keys it does not need
+    near = window if q.device.type == "cpu" else None  # on a GPU many launches take longer than unneeded keys
     for queries, keys in query_blocks(first, k.shape[2], causal, near, BLOCK_BYTES // (len(table) * q.itemsize)):
         mask = bias_by_key(table, queries, keys).flip(1).unsqueeze(0)  # [1, 1 or H, queries, keys]
         rows = slice(queries.start - first, queries.stop - first)
@@ -362,10 +361,10 @@ def _one_sequence(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | N
 
 # Attention on a CPU takes at most this much for scores, and at most this much for a mask.
 BLOCK_BYTES = 8 << 20
-# Queries in a block whose window leaves keys unread. With fewer, products are small; with more, each query's row has more keys
-# that it does not see.
+# Queries in a block if a window leaves keys unread. With fewer queries, products are small. With more, each query's row has more
+# keys that the query does not see.
 _LOCAL_QUERIES = 128
-# Blocks of keys begin and end at multiples of this: torch's bf16 softmax is twice as slow on a ragged row end.
+# Blocks of keys begin and end at multiples of this number: torch's bf16 softmax is half as fast on other row lengths.
 ALIGNED_KEYS = 32
 
 
@@ -394,7 +393,7 @@ def query_blocks(first: int, length: int, causal: bool, window: int | None, most
 def bias_by_distance(
     length: int, causal: bool, window: int | None, bias: Tensor | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What is added to a scaled score, by the distance from query to key: -inf where the query does not see the key.
+    """The number to add to a scaled score, by the distance from query to key. -inf if the query does not see the key.
 
     Returns: [1 or H, 2 L - 1]; column L - 1 + d is for a key d tokens after the query.
     """
@@ -410,9 +409,9 @@ def bias_by_distance(
 
 
 def bias_by_key(table: Tensor, queries: slice, keys: slice) -> Tensor:
-    """A view of `table` (`bias_by_distance`) by query, the last one first, and key: [1 or H, queries, keys].
+    """A view of `table` (`bias_by_distance`) by query and key, with the last query first: [1 or H, queries, keys].
 
-    Queries run backwards because neighbouring rows of the view then begin one column further right: a stride of 1.
+    The queries are in reverse order, because then neighbouring rows of the view begin one column further right: a stride of 1.
     """
     num_keys = keys.stop - keys.start
     nearest = keys.start - (queries.stop - 1) + table.shape[1] // 2  # the first key, seen from the last query
@@ -420,19 +419,19 @@ def bias_by_key(table: Tensor, queries: slice, keys: slice) -> Tensor:
 
 
 def pool_mean(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Source: `Pooling(pooling_mode="mean")` of sentence-transformers."""
+    """The mean of each sequence. Source: `Pooling(pooling_mode="mean")` of sentence-transformers."""
     return torch.segment_reduce(hidden.float(), "mean", offsets=cu_seqlens.long(), unsafe=True)
 
 
 def pool_max(hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Source: `Pooling(pooling_mode="max")` of sentence-transformers."""
+    """The maximum of each sequence. Source: `Pooling(pooling_mode="max")` of sentence-transformers."""
     return torch.segment_reduce(hidden.float(), "max", offsets=cu_seqlens.long(), unsafe=True)
 
 
 def pool_weighted_mean(hidden: Tensor, cu_seqlens: Tensor, positions: Tensor) -> Tensor:
     """A token's weight is its position plus 1. Source: `Pooling(pooling_mode="weightedmean")` of sentence-transformers."""
     mean = pool_mean(hidden.float() * (positions + 1).unsqueeze(1), cu_seqlens)
-    return mean * (2 / (cu_seqlens.diff() + 1)).unsqueeze(1)  # n tokens weigh n (n + 1) / 2, not n
+    return mean * (2 / (cu_seqlens.diff() + 1)).unsqueeze(1)  # the weights of n tokens add up to n (n + 1) / 2, not to n
 
 
 def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor:
@@ -445,7 +444,7 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
 
 
 def sample(logits: Tensor, choices: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
-    """Sorts all tokens of all rows; `engine/heads/sampler.py` is quicker on a CPU."""
+    """Sorts all tokens of all rows. `engine/heads/sampler.py` is faster on a CPU."""
     temperature, top_p, min_p = (choices[:, i : i + 1].view(torch.float32).double() for i in range(3))  # [B, 1] each
     top_k, low, high, slots = (choices[:, i : i + 1].long() for i in range(3, 7))
     uniform = (high & 0xFFFFFFFF).double() * 2.0**-32 + (low & 0xFFFFFFFF).double() * 2.0**-64

@@ -1,6 +1,6 @@
 """Rotary embedding of Q and K, in place on the fused QKV buffer. Some models have an RMSNorm of each head before it.
 
-`rope_store` writes K and V to the cache of a stream's keys and values, too.
+`rope_store` also writes K and V to the KV cache of a stream.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from engine.kernels import reference
 from engine.kernels.cache8 import Cache8
 from engine.kernels.launch import Kernel, half, runs_on
 
-# Heads of one thread. More would need too many registers; fewer would have too few loads in flight.
+# Heads of one thread. More heads need too many registers. Fewer heads have too few loads in flight.
 _PER_THREAD = 4
 
 
@@ -24,7 +24,7 @@ Norms = tuple[Tensor, Tensor, float]  # the weights of Q's and of K's norm, [D] 
 def norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, table: Tensor, positions: Tensor, eps: float, n_heads: int
 ) -> None:
-    """Normalises and rotates the Q and K heads of `qkv` in place. V stays as it is.
+    """Normalises and rotates the Q and K heads of `qkv` in place. V does not change.
 
     Args:
         qkv: [T, H + 2 K, D], contiguous; `n_heads` is H.
@@ -38,7 +38,7 @@ def norm_rope(
 
 
 def rope(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int) -> None:
-    """Does what `norm_rope` does, without the norms."""
+    """The same as `norm_rope`, without the norms."""
     if not _takes(qkv):
         return reference.rope(qkv, table, positions, n_heads)
     _kernel(qkv, n_heads, False, False)(len(qkv), qkv, None, None, table, positions, None, None, None, 0, np.float32(0))
@@ -53,13 +53,13 @@ def rope_store(
     slots: Tensor,
     norms: Norms | None = None,
 ) -> None:
-    """Does what `rope` does, or `norm_rope` with `norms`, and copies K and V of each token to the cache of keys and values.
+    """The same as `rope`, or as `norm_rope` with `norms`. Also copies K and V of each token to the KV cache.
 
-    Q is rotated in place. K of `qkv` is undefined afterwards where the token has a slot, and rotated where it has none. V stays.
+    Q is rotated in place. Afterwards K of `qkv` is undefined for tokens with a slot, and rotated for other tokens. V stays.
 
     Args:
         cache: [2, S, K, D], contiguous, dtype of `qkv`: keys, then values. A `Cache8` gets them rounded to 8 bits.
-        slots: [T] int32, the token's row of the cache, below S; negative: the cache gets nothing of this token.
+        slots: [T] int32, the token's row of the cache, below S. Negative: the token is not stored.
     Raises: BackendError if the cache does not fit `qkv`.
     """
     _, heads, head_dim = qkv.shape
@@ -111,7 +111,7 @@ def rope_defines(
     store: bool = False,
     in_8_bits: bool = False,
 ) -> dict[str, int]:
-    """`in_8_bits`: K and V are stored in 8 bits."""
+    """The macros of the kernel. `in_8_bits`: K and V are stored in 8 bits."""
     slots = -(-(heads + (1 + store) * kv_heads) // _PER_THREAD)
     threads = -(-slots * head_dim // 8 // 32) * 32
     return {

@@ -1,6 +1,6 @@
-"""Logits -> the next token of each row, without a word from the host: temperature, min-p, top-k, top-p and the draw.
+"""Chooses the next token of each row from its logits, on the device: temperature, min-p, top-k, top-p and the draw.
 
-`engine/heads/sampler.py` is the specification of the options. It adds masks, biases and penalties to the logits before.
+`engine/heads/sampler.py` is the specification of the options. Before this step it adds masks, biases and penalties to the logits.
 """
 
 from functools import cache
@@ -15,24 +15,24 @@ from engine.kernels.launch import Kernel, half, num_sms, runs_on
 
 GROUP = 256  # tokens whose sums the first kernel writes (csrc/sample.cu)
 MOST_CANDIDATES = 4096
-_MOST_TOKENS = 1 << 23  # the masses of so many tokens fit into 64 bits
+_MOST_TOKENS = 1 << 23  # the masses of this many tokens fit into 64 bits
 _SUM_THREADS, _DRAW_THREADS = 256, 512
-UNROLL = 4  # groups that a warp loads at once, where there are enough rows to fill the device
+UNROLL = 4  # groups that a warp loads at once if there are enough rows to fill the device
 
 
 def sample(logits: Tensor, choices: Tensor, last: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Chooses a token for each row. The same row gets the same token in any batch.
 
-    Temperature 0 takes the likeliest token, the lowest id of equal ones. Else the tokens that min-p, then top-k, then top-p keep,
-    in the order of their ids, divide [0, 1) by their probabilities, and the row's random number falls to one of them.
+    Temperature 0 takes the likeliest token, with the lowest id if several are equal. Otherwise min-p, then top-k, then top-p keep
+    some tokens. In the order of their ids they divide [0, 1) by their probabilities, and the row's random number selects one.
 
     Args:
         logits: [B, V] fp32, bf16 or fp16, contiguous rows, V below 2^23. Masked tokens have -inf.
         choices: [B, 8] int32, from `choices_of`.
         last: [num_slots] int32; last[slot] becomes the row's token. Two rows may not have the same slot.
         out: [B, 4] int32.
-    Returns: `out`: token id; 1, or 0 if a logit is NaN or +inf or all are -inf, then the token is 0; the token's
-        log-probability at temperature 1 as the bits of fp32; 0.
+    Returns: `out`, with four numbers for each row: the token id; 1, or 0 if a logit is NaN or +inf or all are -inf (then the
+        token is 0); the bits of the token's fp32 log-probability at temperature 1; 0.
     Raises: BackendError for shapes that do not fit.
     """
     num_rows, vocab_size = logits.shape

@@ -1,7 +1,7 @@
-"""Signatures of kernels, read from their sources, and the check of each launch's arguments.
+"""Reads the signatures of kernels from their sources, and checks the arguments of each launch.
 
-A driver's launch takes addresses: it knows neither types nor strides. An argument too few, fp32 where the source reads bf16, or a
-strided tensor would give wrong numbers without an error.
+The driver's launch takes addresses and knows neither types nor strides. A missing argument, fp32 instead of bf16, or a strided
+tensor would give wrong numbers without an error.
 """
 
 import re
@@ -52,7 +52,7 @@ class Signature:
     parameters: tuple[Parameter, ...]
 
     def values(self, arguments: Sequence[object]) -> list[object]:
-        """The values to launch with: a tensor's address, 0 for None, everything else as it is.
+        """The values for the launch: a tensor's address, 0 for None, and all other arguments unchanged.
 
         Raises: BackendError naming the kernel and the parameter, for arguments that the source does not take.
         """
@@ -79,7 +79,7 @@ class Signature:
 
 
 def signature(source: str, entry: str, defines: Mapping[str, int]) -> Signature:
-    """The signature of `entry` in `csrc/<source>.cu`, as the macros in `defines` leave it."""
+    """The signature of `entry` in `csrc/<source>.cu`, with the macros in `defines`."""
     found = dict(_ENTRY.findall(read_source(source)))
     declared = [_parsed(each) for each in found[entry].split(",")]
     names = [name for _, _, name in declared]

@@ -13,7 +13,7 @@ from engine.kernels.launch import num_sms
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How a block of attention.cu divides the work."""
+    """The division of work in a block of attention.cu."""
 
     block_m: int  # rows
     block_n: int  # keys of a step
@@ -31,11 +31,11 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class HopperShape:
-    """How a block of attention_hopper.cu divides the work."""
+    """The division of work in a block of attention_hopper.cu."""
 
     block_m: int  # rows
     block_n: int  # keys of a step
-    stages: int  # steps whose keys are in shared memory or on their way there
+    stages: int  # steps whose keys are in shared memory or being copied there
 
     @property
     def threads(self) -> int:
@@ -55,13 +55,13 @@ _HOPPER = {
     256: TileShape(64, 32, 1, 2),
 }
 _OTHER = _HOPPER | {64: TileShape(128, 64, 2, 2), 96: TileShape(128, 32, 2, 2), 128: TileShape(128, 32, 2, 2)}
-# For batches of few tiles, which would leave most of the chip idle: half the rows, twice the blocks.
+# For batches with few tiles, which would leave most of the chip idle: half the rows, twice the blocks.
 _SMALL = {head_dim: TileShape(64, 32 if head_dim == 256 else 64, 1, 2) for head_dim in _HOPPER}
 # For batches that fill the chip, on wgmma.
 _WGMMA = {128: HopperShape(128, 128, 2)}
 _WORTH_WGMMA = 0.7  # blocks for each SM: with fewer, blocks of half the rows are faster
 HEAD_DIMS = tuple(_HOPPER)
-LEAST_TILED = (8, 0)  # the least compute capability that our attention runs on; tiles for it suit all others
+LEAST_TILED = (8, 0)  # the least compute capability for our attention; its tiles fit all others
 
 Shape = TileShape | HopperShape
 
@@ -72,7 +72,7 @@ def tile_shapes(head_dim: int, capability: tuple[int, int]) -> tuple[TileShape, 
 
 
 def hopper_shape(head_dim: int, capability: tuple[int, int]) -> HopperShape | None:
-    """Returns the shape for batches that fill the chip and have no bias; None for a chip without wgmma."""
+    """Returns the shape for batches that fill the chip and have no bias. None for a chip without wgmma."""
     return _WGMMA.get(head_dim) if capability == (9, 0) else None
 
 
@@ -89,7 +89,7 @@ class Tiling:
     biased: bool = False  # scores get a bias by distance
 
     def shape(self, num_tokens: int) -> Shape:
-        """Returns the fastest shape for a batch of so many tokens."""
+        """Returns the fastest shape for a batch of `num_tokens` tokens."""
         large, small = tile_shapes(self.head_dim, self.capability)
         hopper = None if self.biased else hopper_shape(self.head_dim, self.capability)
         filled = self.n_kv_heads * num_tokens * self.group / large.block_m / self.num_sms
@@ -98,13 +98,13 @@ class Tiling:
         return large if filled >= 1 else small
 
     def tiles(self, lengths: Sequence[int], shape: Shape, prefixes: Sequence[tuple[int, int]] = ()) -> NDArray[np.int32]:
-        """Returns `attention_tiles` of this depth."""
+        """Returns `attention_tiles` with the shape's depth."""
         return attention_tiles(lengths, shape.block_m // self.group, prefixes, self.causal)
 
     def most_tiles(self, num_tokens: int, shape: Shape, num_prefixes: int = 0) -> int:
-        """Returns an upper bound on the tiles of a batch.
+        """Returns an upper bound on the number of tiles of a batch.
 
-        Two neighbouring tiles hold more tokens than one tile's depth; else they would be one tile. The exceptions are the two
+        Two neighbouring tiles hold more tokens than one tile's depth, or they would be one tile. The exceptions are the two
         borders of each shared prefix.
         """
         return 2 * -(-num_tokens // (shape.block_m // self.group)) + 1 + 2 * num_prefixes
@@ -118,9 +118,9 @@ def tiling(
     causal: bool = False,
     biased: bool = False,
 ) -> Tiling | None:
-    """Returns the tiling for (query heads, key heads); None for what `reference.attention` computes.
+    """Returns the tiling for (query heads, key heads). None if `reference.attention` computes the attention.
 
-    That is attention on a CPU, in float32, before sm_80, and of other head dimensions than HEAD_DIMS.
+    The reference computes attention on a CPU, in float32, before sm_80, and for other head dimensions than HEAD_DIMS.
     """
     if device.type != "cuda" or dtype == torch.float32 or head_dim not in HEAD_DIMS:
         return None
@@ -135,13 +135,13 @@ def attention_tiles(
 ) -> NDArray[np.int32]:
     """Divide a packed batch into tiles of at most `depth` tokens. The tiles of the longest sequence come first.
 
-    A sequence begins a new tile unless all of the sequence fits into the rest of the last tile. So short sequences share a tile,
-    and no tile walks the keys of a long sequence for a few of its last tokens.
+    A sequence begins a new tile, unless the whole sequence fits into the rest of the last tile. So short sequences share a tile,
+    and no tile reads the keys of a long sequence for only a few of its last tokens.
 
     Args:
-        prefixes: the rows [first, end) of the prefix that each sequence sees besides, if prefixes are shared. All sequences of a
+        prefixes: the rows [first, end) of the prefix that each sequence also sees, if prefixes are shared. All sequences of a
             tile see the same prefix.
-        causal: the last tile of a sequence walks the most keys, so it comes first.
+        causal: the last tile of a sequence reads the most keys, so it comes first.
     Returns: [n, 2], the first token of each tile and one past the last; with prefixes [n, 4], followed by the prefix's rows.
     """
     tiles: list[tuple[int, ...]] = []  # an upper bound on the keys, the sequence's first token, then the row to return
@@ -155,7 +155,7 @@ def attention_tiles(
             keys = length + (prefix[1] - prefix[0] if prefix else 0)
             tiles += [(keys, start, first, min(first + depth, end), *prefix) for first in range(start, end, depth)]
         start = end
-    # A sequence's tiles stay together: they walk the same keys, and the L2 cache still holds them.
+    # A sequence's tiles stay together, because they read the same keys, which are still in the L2 cache.
     tiles.sort(key=lambda tile: (-tile[0], tile[1], -tile[2] if causal else 0))
     return np.array([tile[2:] for tile in tiles], dtype=np.int32)
 
@@ -163,18 +163,18 @@ def attention_tiles(
 def paged_tiles(lengths: ArrayLike, starts: ArrayLike, page_offsets: ArrayLike, first_row: int, depth: int) -> NDArray[np.int32]:
     """Divide the chunks of a pass into tiles of at most `depth` tokens. The chunk with the most keys comes first, from its end.
 
-    No tile holds tokens of two chunks. The tiles of a chunk stay together, as those of `attention_tiles` do.
+    No tile holds tokens of two chunks. The tiles of a chunk stay together, as in `attention_tiles`.
 
     Args:
-        lengths: the tokens of each chunk. The rows of all chunks follow one another, from `first_row` on.
+        lengths: the number of tokens of each chunk. The rows of all chunks are consecutive, from `first_row` on.
         starts: the position of each chunk's first token in its sequence.
-        page_offsets: where the list of the pages of each chunk's sequence begins in the array of all lists.
-    Returns: [n, 4]: a tile's first row, its end row, the page offset, and what a token's position is greater than its row by.
+        page_offsets: the start of each chunk's page list in the array of all lists.
+    Returns: [n, 4]: a tile's first row, its end row, the page offset, and the difference between a token's position and its row.
     """
     sizes, start = np.asarray(lengths, dtype=np.int64), np.asarray(starts, dtype=np.int64)
     ends = first_row + np.cumsum(sizes)
     chunks = np.argsort(-(start + sizes), kind="stable")
-    counts = -(-sizes // depth)[chunks]  # of tiles
+    counts = -(-sizes // depth)[chunks]  # the number of tiles
     chunk = np.repeat(chunks, counts)
     rank = np.cumsum(counts)[np.repeat(np.arange(len(chunks)), counts)] - np.arange(len(chunk)) - 1  # 0 is a chunk's first tile
     first = (ends - sizes)[chunk] + rank * depth
@@ -184,6 +184,6 @@ def paged_tiles(lengths: ArrayLike, starts: ArrayLike, page_offsets: ArrayLike, 
 
 
 def most_paged_tiles(num_tokens: int, num_seqs: int, depth: int) -> int:
-    """Returns the largest number of tiles that `paged_tiles` gives for so many tokens in at most so many chunks."""
+    """Returns the most tiles that `paged_tiles` gives for `num_tokens` tokens in at most `num_seqs` chunks."""
     chunks = min(num_seqs, num_tokens)
     return chunks + (num_tokens - chunks) // depth

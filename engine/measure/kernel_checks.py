@@ -351,14 +351,14 @@ def _quantize(make: Maker, dtype: torch.dtype, width: int) -> Results:
 
 
 def _linear8(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
-    """The operands are in 8 bits already. `low` is off by what sums of 14 bits, as Hopper's e4m3 has them, may be off."""
+    """The operands are already in 8 bits. `low` has the largest error of sums of 14 bits, which Hopper's e4m3 uses."""
     x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
     exact = F.linear(_wide(x), _wide(weight))
     return Results(kernels.linear8(x, weight), exact + _allowed(exact, dtype, k), exact)
 
 
 def _linear8_of_16_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
-    """x in 16 bits. `low` rounds x to 8 bits, as all but a few rows in e4m3 on Hopper are rounded."""
+    """x in 16 bits. `low` rounds x to 8 bits, like the product in e4m3 on Hopper, except for a few rows."""
     make.reset()
     x, norm = make.normal(rows, k), make.normal(k, mean=1)
     weight = quantize_weight(make.normal(n, k, scale=k**-0.5), dtype)
@@ -370,7 +370,7 @@ def _linear8_of_16_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: i
 
 
 def _linear8_add(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
-    """As `_linear8`. Some products leave the sum to the operation that follows."""
+    """As `_linear8`. Some products leave the addition to the next operation."""
     x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
     residual = torch.ones(rows, n, dtype=torch.bfloat16, device=make.device)
     exact = 1 + F.linear(_wide(x), _wide(weight))
@@ -379,14 +379,14 @@ def _linear8_add(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> 
 
 
 def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
-    """The result is in 8 bits again: half a step, and as much by the 16 bits of gate and up."""
+    """The result is in 8 bits again. Its error is half a step, and another half step by the 16 bits of gate and up."""
     x, weight = _operands_in_8_bits(make, dtype, rows, 2 * n, k)
     exact = reference.swiglu(F.linear(_wide(x), _wide(weight)), interleaved=True)
     if block := rotation(dtype):
         exact = (exact.view(rows, -1, block) @ reference.hadamard(block, make.device)).flatten(1)
     allowed = float(exact.abs().max()) * (1 / 127 if dtype == torch.int8 else 1 / 32)
     found = kernels.linear8_swiglu(x, weight)
-    assert isinstance(found, Quantized), "as x is"
+    assert isinstance(found, Quantized), "the result is quantised, like x"
     return Results(_wide(found), exact + allowed, exact)
 
 
@@ -462,8 +462,8 @@ def _attention_decode(make: Maker, head_dim: int, num_blocks: int, in_8_bits: bo
 
 
 def _sample(make: Maker, num_rows: int, vocab_size: int) -> Results:
-    """Compares the chosen tokens' log-probabilities: a random number on the border of two tokens may give either of them, but
-    a wrong token has another log-probability."""
+    """Compares the log-probabilities of the chosen tokens. A random number at the border of two tokens may choose either of
+    them, but a wrong token has another log-probability."""
     make.reset()
     logits = make.normal(num_rows, vocab_size, scale=3.0)
     rows = [
@@ -489,7 +489,7 @@ def _cache(make: Maker, lengths: Any, n_kv_heads: int, head_dim: int) -> tuple[T
 
 
 def _in_8_bits(cache: Tensor) -> tuple[Cache8, Tensor]:
-    """A cache rounded to 8 bits, and the values that it holds then."""
+    """A cache rounded to 8 bits, and its rounded values."""
     codes, scales = rounded(cache)
     return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
 
@@ -499,7 +499,7 @@ def _wide(x: Quantized) -> Tensor:
 
 
 def _copy(argument: Any, wide: bool) -> Any:
-    """A tensor of its own for an operation that writes to it; 16 bits become fp32 if `wide`."""
+    """A copy for an operation that writes to its argument. With `wide`, 16 bits become fp32."""
     if isinstance(argument, tuple):
         return tuple(_copy(each, wide) for each in argument)
     if not isinstance(argument, Tensor):

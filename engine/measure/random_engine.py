@@ -1,4 +1,4 @@
-"""An engine of any shape with random weights, made on its device. So a measurement needs no download and no file."""
+"""Makes an engine of any shape with random weights, so that a measurement needs no download and no file."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,14 +34,14 @@ def random_engine(
     devices: Sequence[str] = (),
     sleeps: bool = False,
 ) -> Engine:
-    """Makes a warm engine, in the dtype that the engine would choose for a checkpoint.
+    """Makes an engine and warms it up, in the dtype that the engine would choose for a checkpoint.
 
     Args:
-        config: of a model that gives vectors, or generates; without dense layers, a classifier's head or a masked-LM head.
-        cache_tokens: of a model that generates.
+        config: a model that gives vectors or generates, without dense layers, a classifier's head or a masked-LM head.
+        cache_tokens: for a generation model.
         devices: several devices, which get the layers in this order; instead of `device`.
         sleeps: as in `Engine.load`.
-    Raises: ModelError where the devices have too little memory.
+    Raises: ModelError if the devices have too little memory.
     """
     if config.head is not None or config.dense or config.splade is not None:
         raise ModelError(f"{config.architecture} with a head of its own cannot have random weights here")

@@ -1,4 +1,4 @@
-"""Measures seconds of GPU work without the time of launches, and the two ceilings of a kernel: bandwidth and FLOP/s."""
+"""Measures seconds of GPU work without the time of launches, and the two limits of a kernel: bandwidth and FLOP/s."""
 
 from collections.abc import Callable
 from functools import cache
@@ -11,22 +11,22 @@ from engine.kernels.linear8 import linear8
 from engine.kernels.quantize import quantize_weight
 
 CALLS, REPLAYS = 20, 10
-LONG_S = 5e-3  # a call that takes this long hides its launches
+LONG_S = 5e-3  # a call of this duration hides its launches
 
 
 def seconds_of(call: Callable[[int], object], captured: bool = True) -> float:
     """Median seconds of one call on the GPU.
 
     Args:
-        call: gets the number of the call, 0 .. CALLS - 1, so that it may rotate over buffers. Its results are kept until all
-            calls of a round have run, so that no output is written over the previous one, which is in cache.
-        captured: up to CALLS calls become one CUDA graph, replayed REPLAYS times. False where the host's part cannot be
-            captured; that and calls of milliseconds are timed one by one.
+        call: gets the number of the call, 0 .. CALLS - 1, so that calls can use different buffers. The results are kept until
+            all calls of a round have run, so that no output overwrites the previous one, which is in the GPU's cache.
+        captured: up to CALLS calls become one CUDA graph, which is replayed REPLAYS times. False if the host's part cannot be
+            captured. Such calls, and calls of milliseconds, are timed one by one.
     """
     stream = _side_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call(0)  # compiles, picks algorithms, allocates
+        call(0)  # compiles, chooses algorithms, allocates
         once = _median_seconds(lambda: call(1), 1)
         if once > LONG_S or not captured:
             return once if once > 0.2 else _median_seconds(lambda: call(2), 3 if captured else REPLAYS)

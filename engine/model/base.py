@@ -18,7 +18,7 @@ class Model(ABC):
     architectures: ClassVar[tuple[str, ...]]  # config.json's names for the body, alone or below a language model's head
     classifiers: ClassVar[tuple[str, ...]] = ()  # config.json's names for the body below a classifier's head
     head: ClassVar[HeadConfig] = HeadConfig()  # the head of `classifiers`
-    masked_lm: ClassVar[MaskedLMNames | None] = None  # the names in the masked-LM head, where SPLADE can use it
+    masked_lm: ClassVar[MaskedLMNames | None] = None  # the names in the masked-LM head, if SPLADE can use that head
     unused: ClassVar[tuple[str, ...]] = ()  # glob patterns of the checkpoint's tensors that embeddings do not need
     overflows_float16: ClassVar[bool] = False
     biases_scores: ClassVar[bool] = False  # attention adds a bias by the distance from query to key
@@ -43,16 +43,16 @@ class Model(ABC):
 
     @abstractmethod
     def __init__(self, config: Any, checkpoint: WeightSource) -> None:
-        """`config`: as `read_config` gives it. Raises: ModelError for a tensor that is missing or has another shape."""
+        """`config`: the result of `read_config`. Raises: ModelError for a tensor that is missing or has another shape."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The windows of the layers' attention, each once; None for a layer that sees all."""
+        """The windows of the layers' attention, each once. None stands for layers without a window."""
         return (None,)
 
     @abstractmethod
     def forward(self, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        """The last hidden states after the final norm, [T, hidden_size].
+        """The hidden states after the final norm, [T, hidden_size].
 
         With `pooled_only`, only the rows that pooling reads, [B, hidden_size]. The last layer then computes no other rows.
         """
@@ -60,7 +60,7 @@ class Model(ABC):
     @staticmethod
     @abstractmethod
     def peak_values(config: Any) -> int:
-        """The most values that a pass holds for each token, gaps between the allocator's blocks included.
+        """The most values that a pass holds for each token, with the gaps between the allocator's blocks.
 
         The figure follows from the layers' `forward`: the allocator puts each tensor into the first gap that is large enough.
         """

@@ -15,7 +15,7 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
-# Of keys and values, by vLLM's names: the dtype that the model computes in, or e4m3 numbers with a power of two for each head.
+# The dtype of keys and values, by vLLM's names. auto: the model's dtype. fp8: e4m3 numbers with a power of two for each head.
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 # The implementation of the network: ours, or transformers' for architectures that we do not have.
@@ -65,10 +65,10 @@ class HeadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordHeadConfig:
-    """The head of a language model that answers with a word: its one logit is the logit of `yes` less the logit of `no`."""
+    """The head of a reranker that is a language model. Its one logit is the logit of `yes` minus the logit of `no`."""
 
     tied: bool  # the rows of the logits are the table of words; otherwise they are the checkpoint's lm_head
-    yes: int  # token ids
+    yes: int  # the token id of the word
     no: int | None  # None: the logit of `yes` alone
 
     @property
@@ -78,7 +78,7 @@ class WordHeadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
-    """The head of a language model that generates, and what its authors say of generation. None: they do not say."""
+    """The head of a generation model, and its authors' settings for generation. None: there is no such setting."""
 
     tied: bool  # the rows of the logits are the table of words; otherwise they are the checkpoint's lm_head
     eos_ids: tuple[int, ...] = ()  # tokens that end an answer
@@ -88,29 +88,28 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
-    embeds: bool = False  # the operator has named a pooling: the model gives vectors, too
+    embeds: bool = False  # the operator has named a pooling, so the model also gives vectors
     cache_in_8_bits: bool = False  # the operator wants keys and values in float8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything that the forward pass and the tokenizer know of a model. A family adds the fields that only it has.
+    """All facts about a model that the forward pass and the tokenizer use. A family adds its own fields.
 
-    * `max_input_length` counts tokens, special ones included.
-    * `prompts` maps a name to the text that is put in front of an input. `default_prompt` is the text for requests that name
-      no prompt; it is None where nobody has chosen one.
+    * `max_input_length` counts tokens, including special ones.
+    * `prompts` maps a name to the text in front of an input. `default_prompt` is the text for requests without a prompt. It is
+      None if neither the operator nor the model chooses one.
     * Classifiers and rerankers have a `head`, and in `labels` a name for each logit.
-    * `instruction` is the default instruction of a reranker whose pairs go into Qwen3-Reranker's template. It is None where
-      the tokenizer joins the texts of a pair.
+    * `instruction` is the default instruction of a reranker with Qwen3-Reranker's template. It is None if the tokenizer joins
+      the texts of a pair.
     * Tokens of `padding_id` at the end of an input are left out, as transformers leaves them out before it takes the last
       token's logits.
-    * `splade` is there with that pooling.
+    * `splade` is set if pooling is SPLADE.
     * A model with `generation` gives tokens. It gives vectors, too, if `generation.embeds`.
-    * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be in parts.
-    * `lexical` says that BGE-M3's layer of lexical weights lies beside the weights. `colbert_size` is the width of its layer
-      of ColBERT vectors.
-    * `quantization` says how the checkpoint stores matrices in 4 or 8 bits. A GPU may keep 4 bits; else the engine
-      dequantises them at load.
+    * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be divided.
+    * `lexical`: the folder has BGE-M3's layer of lexical weights. `colbert_size` is the width of its layer of ColBERT vectors.
+    * `quantization` is the checkpoint's storage of matrices in 4 or 8 bits. A GPU may keep 4 bits. Otherwise the engine
+      dequantises the matrices at load.
     """
 
     architecture: str
@@ -146,7 +145,7 @@ class ModelConfig:
 
     @property
     def layers(self) -> range:
-        """The layers that this model, or this part of it, has."""
+        """The layers of this model, or of this part of the model."""
         return range(self.n_layers) if self.part is None else self.part
 
     @property
@@ -182,15 +181,15 @@ class ModelConfig:
 
     @property
     def tells_segments(self) -> bool:
-        """Whether the second text of a pair has a token type of its own. An embedding model never gets pairs."""
+        """Whether the second text of a pair has another token type than the first. An embedding model never gets pairs."""
         return bool(self.labels) and self.type_vocab_size > 1
 
     @property
     def outputs(self) -> tuple[OutputName, ...]:
         """The results that a pass can give besides vectors.
 
-        Chunks are pooled like texts. A mean of a chunk's tokens describes the chunk. One token of a chunk does not, where the
-        model was trained to put a whole text into one token.
+        Chunks are pooled like texts. The mean of a chunk's tokens describes the chunk. With one-token pooling there are no
+        chunks, because the model was trained to describe a whole text in that token.
         """
         if self.splade is not None:
             return ("sparse",)
@@ -206,7 +205,7 @@ class ModelConfig:
 
     @property
     def idle_prompts(self) -> tuple[str, ...]:
-        """The prompts that only requests which name them get, because nobody has chosen a default."""
+        """The prompts of a model without a default prompt. A request gets one of them only by its name."""
         return tuple(name for name, text in self.prompts.items() if text) if self.default_prompt is None else ()
 
 
@@ -229,7 +228,7 @@ def named_prompt(prompts: dict[str, str], name: str) -> str:
 
 
 def with_kv_cache_dtype(config: ModelConfig, name: KvCacheDtype) -> ModelConfig:
-    """The configuration with keys and values in this dtype. A model that does not generate has none, and stays as it is."""
+    """The configuration with keys and values in this dtype. A model that does not generate has no cache and stays unchanged."""
     if config.generation is None:
         return config
     return replace(config, generation=replace(config.generation, cache_in_8_bits=name != "auto"))

@@ -1,4 +1,4 @@
-"""`Decoder`: pre-norm layers, grouped queries, RoPE and a gated MLP. A family adds names, config keys and what differs."""
+"""`Decoder`: pre-norm layers, grouped queries, RoPE and a gated MLP. A family adds names, config keys and its differences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ LoadNorm = Callable[[str, int], RMSNorm]  # (name, width) -> the norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """In `local_layers` a token sees no token further away than `window`."""
+    """The config of a decoder. In `local_layers` a token sees no token further away than `window`."""
 
     rope_theta: float
     qk_norm: bool = False
@@ -39,11 +39,11 @@ class DecoderConfig(ModelConfig):
 
 
 def decoder_shape(keys: Keys, head_dim: int | None = None, causal: bool | None = None) -> Shape:
-    """The fields that every decoder's config.json names alike.
+    """The fields whose keys have the same names in every decoder's config.json.
 
     Args:
-        head_dim: the value where the file has none. None shares hidden_size among the heads.
-        causal: the value for families with other keys for it. None reads the file.
+        head_dim: the value if the file has none. None divides hidden_size by the number of heads.
+        causal: the value, for families with other keys for it. None: the file has the value.
     """
     return read_shape(keys, DECODER, eps=1e-6, head_dim=head_dim, causal=is_causal(keys) if causal is None else causal)
 
@@ -56,8 +56,8 @@ class Windows(TypedDict):
 def read_windows(keys: Keys, sliding_window: Any, local_layers: tuple[int, ...], causal: bool) -> Windows:
     """The window of the local layers.
 
-    transformers counts a causal token itself among the `sliding_window` tokens that it sees. Other tokens see that far to either
-    side. Source: `masking_utils` of transformers.
+    With causal attention, transformers counts the token itself as one of its `sliding_window` visible tokens. Otherwise a token
+    sees that many tokens to either side. Source: `masking_utils` of transformers.
     """
     if not local_layers:
         return {"window": None, "local_layers": ()}
@@ -75,7 +75,7 @@ class DecoderLayer(HasAttention, Protocol):
 class Decoder(Model):
     """The body of a causal language model. `forward` gives the hidden states that the language model's head reads.
 
-    A part without the end gives the residual stream [T, C], from which the next part goes on: as `PackedBatch.hidden`.
+    A part without the end gives the residual stream [T, C]. The next part gets it as `PackedBatch.hidden`.
     """
 
     head: ClassVar[HeadConfig] = HeadConfig(out="score", out_bias=False, pooling="last_token")
@@ -126,7 +126,7 @@ class Decoder(Model):
 
 
 class DecoderAttention(SelfAttention):
-    """Self-attention behind a norm. Some families normalise each head of Q and K, too."""
+    """Self-attention after a norm. Some families also normalise each head of Q and K."""
 
     def __init__(self, config: DecoderConfig, checkpoint: WeightSource, index: int, norm: LoadNorm, angles: Tensor) -> None:
         """`angles`: the table of RoPE for this layer."""
@@ -144,10 +144,10 @@ class DecoderAttention(SelfAttention):
             scale = scale.view(kv_heads, 1, d).expand(-1, heads // kv_heads, -1).flatten()
         out = Linear.load(checkpoint, f"{name}self_attn.o_proj", c, heads * d, biased=False, scale=scale)
         super().__init__(qkv, out, (heads, kv_heads), angles, config.layer_window(index), in_e4m3)
-        self._index = index - config.layers.start  # in the cache, which has the layers of this part alone
+        self._index = index - config.layers.start  # the layer's index in the cache, which has only this part's layers
 
     def project(self, x: Residual, batch: PackedBatch) -> Tensor:
-        """`x.value` holds the whole sum afterwards. Keys and values of streams go into the cache; then only Q is right."""
+        """`x.value` holds the whole sum afterwards. With streams, keys and values go into the cache, and only Q is valid."""
         qkv = self.qkv.normed(x, self.input_norm)
         qkv = qkv.view(len(qkv), self.heads[0] + 2 * self.heads[1], -1)
         angles, norms = self.angles, self.qk_norms
@@ -179,6 +179,6 @@ class _Layer:
         return self.down.add_to(x.value, gated)
 
     def _attended(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
-        """A function of its own, so that its tensors are free before the MLP."""
+        """The attention half. It is a separate function, so that its tensors are free before the MLP."""
         mixed, residual = self.attend(x, batch, attention, pooled_only)
         return self.attend.out.add_to(residual, mixed)

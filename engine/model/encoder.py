@@ -24,7 +24,7 @@ class EncoderLayer(HasAttention, Protocol):
 class Encoder(Model):
     """Embedded words, a norm, layers, and in pre-norm families a final norm."""
 
-    prefixes: ClassVar[tuple[str, ...]]  # that a head's checkpoint puts before the body's names
+    prefixes: ClassVar[tuple[str, ...]]  # the prefixes of the body's names in checkpoints with a head
     word_table: ClassVar[str] = "embeddings.word_embeddings.weight"
     norm_name: ClassVar[str] = "embeddings.LayerNorm"
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder -> `ModelConfig`: config.json by its family, and the sentence-transformers files beside it."""
+"""Reads a Hugging Face model folder into a `ModelConfig`: config.json by its family, and the files of sentence-transformers."""
 
 import json
 import logging
@@ -44,14 +44,14 @@ def load_model_config(
     backend: Backend = "emberforge",
     trust_remote_code: bool = False,
 ) -> ModelConfig:
-    """Read `config.json` and the sentence-transformers files beside it.
+    """Read `config.json` and the files of sentence-transformers beside it.
 
     Args:
-        folder: a model folder as the Hub has it.
-        pooling: overrides the folder's own pooling; needed where the folder names none. A folder that would generate does both
-            with last_token, and only embeds with any other pooling.
-        default_prompt_name: the prompt of texts whose request names none; overrides the folder's own choice.
-        default_prompt: the same, as a text.
+        folder: a model folder in the Hub's layout.
+        pooling: overrides the folder's own pooling. It is necessary if the folder names none. A generation model also embeds with
+            last_token, and only embeds with another pooling.
+        default_prompt_name: the prompt of texts whose request names none. It overrides the folder's own choice.
+        default_prompt: the same as a text.
         backend: the implementation of the network.
         trust_remote_code: whether transformers may run the folder's own code.
     Raises: ModelError naming the file, the key and a way out.
@@ -61,7 +61,7 @@ def load_model_config(
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     keys = Keys(folder / "config.json", hf)
     if keys.architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
-        # config.json names the body alone, and the weights hold the head. The model card's code loads it with one label.
+        # config.json names only the body, but the weights contain a head. The model card's code loads it with one label.
         keys = Keys(keys.path, hf | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
     prompts, own_default = _read_prompts(folder)
     if default_prompt_name is not None:
@@ -104,7 +104,7 @@ def load_model_config(
 
 
 def _read_quantization(folder: Path, keys: Keys) -> Quantization | None:
-    """How the matrices are stored, by config.json or by the header of a GGUF file; None where they are not quantised."""
+    """The storage of the matrices, from config.json or the header of a GGUF file. None if they are not quantised."""
     if (gguf := only_gguf(folder)) is None:
         return read_scheme(keys)
     return described(read_header(gguf))
@@ -123,10 +123,10 @@ def _read_embedder(folder: Path, keys: Keys, config: ModelConfig, pooling: Pooli
 
 
 def _generates(folder: Path, keys: Keys, pooling: Pooling | None) -> bool:
-    """Whether the folder is a causal language model and says nothing of vectors.
+    """Whether the folder is a causal language model without settings for vectors.
 
-    With pooling last_token the model embeds, too. Other poolings need all tokens of a sequence in one pass, but passes with
-    streams cut sequences into chunks. With these the model only embeds.
+    With pooling last_token the model also embeds. Other poolings need all tokens of a sequence in one pass, but passes with
+    streams cut sequences into chunks. With other poolings the model only embeds.
     """
     silent = not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
     shares_passes = pooling in (None, "last_token")
@@ -148,7 +148,7 @@ def _with_head(folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig |
 
 
 def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, bool]:
-    """(max_input_length, lower_case) from sentence_bert_config.json, bounded by the position table where there is one."""
+    """(max_input_length, lower_case) from sentence_bert_config.json. A position table limits the length."""
     path = folder / "sentence_bert_config.json"
     module = _read_json(path) or {}
     limit = module.get("max_seq_length")
@@ -166,7 +166,7 @@ def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
-    """The model's prompts by name, and the text of the one that its authors made the default."""
+    """The model's prompts by name, and the text of its authors' default prompt."""
     path = folder / "config_sentence_transformers.json"
     config = _read_json(path) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
@@ -196,19 +196,19 @@ def _read_head(folder: Path, keys: Keys, pooling: Pooling | None) -> HeadConfig 
     else:
         return None
     if pooling not in (None, head.pooling):
-        log.warning("%s: pooling %s is not used: %s has a head, which takes %s", folder, pooling, architecture, head.pooling)
+        log.warning("%s: pooling %s is not used: %s has a head that reads %s", folder, pooling, architecture, head.pooling)
     return head
 
 
 def _is_named(folder: Path, pooling: Pooling | None, name: str) -> bool:
-    """Whether a folder without a pooling has this name, or is that model in the Hub's cache."""
+    """Whether a folder without a pooling has this name, or is the model of this name in the Hub's cache."""
     silent = pooling is None and not any((folder / file).exists() for file in ("modules.json", "1_Pooling"))
     model = folder.parent.parent.name if folder.parent.name == "snapshots" else folder.name
     return silent and name in model.lower().replace("_", "-")
 
 
 def _read_logit_score(folder: Path, keys: Keys, kinds: list[str]) -> WordHeadConfig:
-    """Source: `LogitScore` of sentence-transformers."""
+    """The head of a reranker with `LogitScore`. Source: `LogitScore` of sentence-transformers."""
     path = folder / "modules.json"
     if keys.architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
         raise ModelError(
@@ -229,7 +229,7 @@ def _word_head(keys: Keys, yes: int, no: int | None) -> WordHeadConfig:
 
 
 def _asks_as_qwen3(folder: Path) -> bool:
-    """Whether the folder's chat template is the one of `InstructTemplate`. sentence-transformers puts pairs into it."""
+    """Whether the folder's chat template is that of `InstructTemplate`. sentence-transformers puts pairs into this template."""
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else None
     template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
@@ -248,7 +248,7 @@ def _token_id(folder: Path, word: str) -> int:
 
 
 def _uses_chat_template(folder: Path, answers: bool) -> bool:
-    """Whether pairs go through a chat template, as sentence-transformers decides it.
+    """Whether pairs go through a chat template, by the rules of sentence-transformers.
 
     Raises: ModelError for a template that we do not have.
     """
@@ -263,7 +263,7 @@ def _uses_chat_template(folder: Path, answers: bool) -> bool:
 
 # The order of sentence-transformers' modules. Only Dense may come several times.
 _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
-# A SparseEncoder's modules, and the modules in whose place they stand.
+# The modules of a SparseEncoder, and the modules that they replace.
 _SPARSE_MODULES = {"MLMTransformer": "Transformer", "SpladePooling": "Pooling"}
 
 
@@ -290,7 +290,7 @@ def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[Dens
 
 
 def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -> SpladeConfig:
-    """`name`: the folder of the SpladePooling. None: the folder has a plain masked LM, and pooling is as in TEI."""
+    """SPLADE's settings. `name`: the folder of the SpladePooling. None: the folder is a plain masked LM, pooled as in TEI."""
     folder, architecture = keys.path.parent, keys.architecture
     family = MODELS.get(architecture)
     if family is None or family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
@@ -309,7 +309,7 @@ def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -
 
 
 def _read_token_layers(folder: Path, config: ModelConfig) -> tuple[bool, int | None]:
-    """BGE-M3's layers beside the weights: (whether there is one of lexical weights, the width of the ColBERT vectors)."""
+    """BGE-M3's layers beside the weights: (whether there is a layer of lexical weights, the width of the ColBERT vectors)."""
     if config.architecture != "XLMRobertaModel":
         return False, None
     lexical, colbert = (read_linear(folder, name, config.hidden_size) for name in ("sparse_linear", "colbert_linear"))
@@ -318,12 +318,12 @@ def _read_token_layers(folder: Path, config: ModelConfig) -> tuple[bool, int | N
     return lexical is not None, None if colbert is None else len(colbert[0])
 
 
-# The tokens that FlagEmbedding gives no weight, with XLM-RoBERTa's names for them.
+# FlagEmbedding gives these tokens no weight. The values are XLM-RoBERTa's names for them.
 _NO_WORDS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
 def read_no_words(folder: Path) -> list[str]:
-    """The tokens that stand for no word of a text, by the names in the tokenizer's files."""
+    """The tokens that are not words of a text, by the names in the tokenizer's files."""
     given: dict[str, Any] = dict(_NO_WORDS)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = _read_json(folder / name) or {}
@@ -340,13 +340,13 @@ def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
     keys.refuse("use_residual", (False, None), "only plain layers")
     for key in ("module_input_name", "module_output_name"):
         keys.refuse(key, ("sentence_embedding", None), "only layers of whole vectors, after pooling")
-    # Known by name, never imported; sentence-transformers' own default is Tanh.
+    # The activation is recognised by its name and never imported. sentence-transformers' default is Tanh.
     activation = str(keys.get("activation_function", "torch.nn.modules.activation.Tanh"))
     package, _, kind = activation.rpartition(".")
     if kind not in get_args(DenseActivation) or not package.startswith("torch.nn."):
         raise ModelError(f"{path}: activation_function {activation} is not supported; supported are {get_args(DenseActivation)}")
     if keys.number("in_features") != width:
-        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, what comes before has {width} dimensions")
+        raise ModelError(f"{path}: in_features is {keys.get('in_features')}, the module before has {width} dimensions")
     return DenseConfig(name, width, keys.number("out_features"), bool(keys.get("bias", True)), cast(DenseActivation, kind))
 
 
@@ -355,23 +355,23 @@ def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
     config = _read_json(path)
     if config is None:
         raise ModelError(
-            f"{folder} does not say how to pool (no {name}/config.json): "
-            f"choose one of {', '.join(get_args(Pooling))} with --pooling; a reranker made of a language model needs the "
+            f"{folder} names no pooling (it has no {name}/config.json): "
+            f"choose one of {', '.join(get_args(Pooling))} with --pooling; a reranker made from a language model needs the "
             f"modules.json of sentence-transformers' CrossEncoder, or Qwen3-Reranker in its folder's name"
         )
     if config.get("include_prompt", True) is not True:
         raise ModelError(
-            f"{path}: include_prompt = false is not supported: poolings here read a text with its prompt; "
+            f"{path}: include_prompt = false is not supported, because our poolings read a text with its prompt; "
             "if no text gets a prompt, choose the pooling with --pooling"
         )
     width = config.get("word_embedding_dimension", config.get("embedding_dimension", hidden_size))
     if width != hidden_size:
-        raise ModelError(f"{path}: pools {width} dimensions, the model has {hidden_size}")
+        raise ModelError(f"{path}: pooling expects {width} dimensions, the model has {hidden_size}")
     return _pooling_mode(path, config)
 
 
 def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
-    """The one mode that is set: `pooling_mode` (sentence-transformers 5 on) or a `pooling_mode_*` flag."""
+    """The only mode that is set: `pooling_mode` (since sentence-transformers 5) or a `pooling_mode_*` flag."""
     named = {
         "mean": "mean",
         "cls": "cls",
@@ -397,7 +397,7 @@ def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
 
 
 def _read_json(path: Path) -> Any:
-    """The file's content, or None where there is no such file."""
+    """The file's content, or None if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How much memory a model will take, computed from its shape alone, before anything is loaded."""
+"""Computes the memory that a model will take, from its shape alone and before anything is loaded."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -17,41 +17,41 @@ from engine.model.quantized.four_bits import GROUP, bytes_in_four_bits, in_four_
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
 
-# A card's own memory, the host's memory lent to a GPU, or the host's memory.
+# The kind of a device's memory: a card's own, the host's as used by an integrated GPU, or the host's.
 MemoryKind = Literal["gpu", "unified", "cpu"]
 
-# CUDA graphs are captured for batches up to this size, or up to the size whose pass takes _GRAPH_BYTES, if that is smaller (the
-# 0.6B's largest graph fits). Larger models compute for so long that the host keeps up without graphs.
+# CUDA graphs are captured for batches up to this size. The limit is lower if such a pass takes more than _GRAPH_BYTES (the 0.6B's
+# largest graph fits). Larger models compute so long that the host keeps up without graphs.
 MOST_GRAPH_TOKENS = MOST_BATCH_TOKENS
 _GRAPH_BYTES = 384 << 20
 _SHORT_BATCH_TOKENS = 4096  # every model gets graphs up to this size
-# Graphs keep their results beside their own memory: vectors of at most this many sequences, and at most this many other values.
+# A graph's results are kept beside its memory: vectors of at most MOST_GRAPH_SEQS sequences, and MOST_GRAPH_VALUES other values.
 MOST_GRAPH_SEQS = 4096
 MOST_GRAPH_VALUES = 2 << 20
-# Long prompts are cut into chunks, so the largest pass of a model that generates has its token budget, whatever the context.
+# Long prompts are cut into chunks. So the largest pass of a generation model has its token budget, for any context.
 MOST_STREAM_TOKENS = 8192
-# Streams of one pass, each with a row of logits: 256 with one token, and 64 prompts beside.
+# The most streams of one pass, each with a row of logits: 256 streams with one token, and 64 prompts.
 MOST_STREAMS = 320
-# What blocks of decode attention leave to be combined: in fp32, for each item and each query head of the item's key head, the
-# weighted sum of the values, the sum of the weights, and the largest score.
+# Blocks of decode attention write partial results, which are combined afterwards. For each item and each query head of the item's
+# key head, they are the weighted sum of the values, the sum of the weights, and the largest score, in fp32.
 _MOST_DECODE_ITEMS = 4096
-# Measured on an H200 as the difference to torch's report, for engines of 0.2 to 17 GiB (docs/decisions/009). The half of
-# cuBLAS's workspaces that captures use follows from torch's rule.
+# Measured on an H200 as the difference from torch's report, for engines of 0.2 to 17 GiB (docs/decisions/009). Half of cuBLAS's
+# workspaces are for captures; their size follows from torch's rule.
 _CUBLAS_BYTES = 4 * (32 << 20)  # cuBLAS's workspaces, for passes and for captures, in the threads that warm up and serve
 _ROUNDING_BYTES = 110 << 20  # torch allocates in steps of 20 MiB, for each stream and for the graphs
-_CONTEXT_BYTES = 850 << 20  # CUDA's context and all kernels; smaller chips take less
+_CONTEXT_BYTES = 850 << 20  # CUDA's context and all kernels; smaller chips need less
 HOST_BYTES = 1200 << 20  # a process with torch and Ray, before the weights
-# Where the allocator cannot grow blocks in place, the gaps between them take a third of the workspace more.
+# If the allocator cannot grow blocks in place, the gaps between blocks add a third to the workspace.
 _FRAGMENTED = 1.35
-# In 8 bits a layer's tensors have sizes that do not fill each other's gaps: 1.23 in e4m3 for the 8B, 1.29 for the 4B.
+# In 8 bits a layer's tensors do not fill each other's gaps. The factor was 1.23 in e4m3 for the 8B and 1.29 for the 4B.
 _GAPS_IN_8_BITS = 1.3
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that one replica takes. `workspace` is for its largest pass; each token of a pass adds `workspace_per_token`.
+    """The bytes that one replica takes. `workspace` is for its largest pass. Each token of a pass adds `workspace_per_token`.
 
-    `cache` is of the keys and values of a model that generates.
+    `cache` is the KV cache of a generation model.
     """
 
     weights: int
@@ -64,12 +64,12 @@ class Footprint:
 
     @property
     def of_passes(self) -> int:
-        """What torch takes besides weights and cache."""
+        """torch's bytes besides weights and cache."""
         return self.workspace + self.graphs + self.overhead
 
     @property
     def reserved(self) -> int:
-        """At most this much will torch report as reserved. torch does not count the context."""
+        """The most bytes that torch reports as reserved. torch does not count the context."""
         return self.weights + self.of_passes + self.cache
 
     @property
@@ -85,15 +85,15 @@ def footprint(
     weight_bytes: int | None = None,
     cache_tokens: int | None = None,
 ) -> Footprint:
-    """The bytes that a replica of this model will take: an upper bound, with few exceptions (docs/decisions/009).
+    """The bytes that a replica of this model will take. They are an upper bound with few exceptions (docs/decisions/009).
 
     Args:
         dtype: a dtype of 4 or 8 bits applies to the layers' matrices.
-        max_batch_tokens: None for a budget that warm-up finds; it is at most MOST_BATCH_TOKENS, or MOST_STREAM_TOKENS of a model
-            that generates.
-        weight_bytes: the size by the checkpoint's headers, in the dtype that the model computes in; None computes it.
-        cache_tokens: of the cache of a model that generates. None counts the most that the engine's default takes; a card with
-            less memory gets a smaller cache by default, so whoever divides a card should say a number.
+        max_batch_tokens: None if warm-up chooses the budget. Then it is at most MOST_BATCH_TOKENS, or MOST_STREAM_TOKENS for a
+            generation model.
+        weight_bytes: the size by the checkpoint's headers, in the model's compute dtype. None: it is computed from the shape.
+        cache_tokens: the tokens of a generation model's cache. None counts the largest default cache. A card with less memory
+            gets a smaller cache by default, so a caller that divides a card should give a number.
     """
     generates = config.generation is not None
     longest = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
@@ -124,7 +124,7 @@ def footprint(
         return Footprint(weights, workspace, graphs, overhead, _CONTEXT_BYTES, per_token, cache)
     graph_tokens = min(max_batch_tokens or MOST_BATCH_TOKENS, most_graph_tokens(config, dtype))
     graphs = graph_tokens * per_token + 4 * MOST_GRAPH_VALUES + unpacked
-    # SPLADE's vectors count as other values, so there are few. The pool holds logits, and the vectors in both dtypes.
+    # SPLADE's vectors count as other values, so graphs keep few of them. The pool holds logits, and the vectors in both dtypes.
     graphs += _SPLADE_GRAPH_BYTES if vectors else 4 * min(graph_tokens, MOST_GRAPH_SEQS) * config.embedding_size
     return Footprint(weights, workspace, graphs, overhead, _CONTEXT_BYTES, per_token)
 
@@ -143,7 +143,7 @@ def _bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
-    """How much smaller the layers' matrices are in 4 or 8 bits than in `compute_dtype`; 0 if they are not in 4 or 8 bits."""
+    """The bytes that 4 or 8 bits save in the layers' matrices, compared to `compute_dtype`. 0 for other dtypes."""
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
         return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
@@ -152,26 +152,26 @@ def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
 
 
 def _in_four_bits(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
-    """Of the layers' matrices: the values that are in 4 bits once they are loaded, and the bytes of these."""
+    """The number of values of the layers' matrices that are in 4 bits after loading, and their bytes."""
     all_values, values, num_bytes = num_quantized(config), 0, 0
     if on_gpu and keeps_four_bits(config, dtype):
         values, num_bytes = in_four_bits(config.quantization, all_values, config.layers)
-    if on_gpu and dtype == INT4:  # what does not stay in 4 bits is rounded to 4 bits
+    if on_gpu and dtype == INT4:  # the other matrices are rounded to 4 bits
         num_bytes += bytes_in_four_bits(all_values - values, GROUP, False)
         values = all_values
     return values, num_bytes
 
 
 def keeps_four_bits(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether a GPU keeps matrices in 4 bits that the checkpoint has so: of a model that generates, whose passes have a few rows.
+    """Whether a GPU keeps the checkpoint's matrices in 4 bits. It does for generation models, whose passes often have few rows.
 
-    Not in float16, the dtype of GPUs that lack the kernel's instructions.
+    It does not in float16, which is the dtype of GPUs without the kernel's instructions.
     """
     return config.generation is not None and dtype in (torch.bfloat16, INT4)
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the copies that a CPU keeps to decode: of the matrices in fp16, and of the words, which are the head as well."""
+    """Bytes of a CPU's additional copies for decode: the matrices in fp16, and the table of words, which is also the head."""
     if config.generation is None:
         return 0
     words = config.vocab_size * config.hidden_size * dtype.itemsize if config.has_end else 0
@@ -179,8 +179,10 @@ def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _choosing_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
-    """Bytes of some rows' logits while tokens are chosen by them: as the head gives them, and in fp32 the logits, the logits with
-    masks and penalties, and the log-probabilities."""
+    """Bytes of the logits of `rows` rows while tokens are chosen.
+
+    They are the head's logits, and in fp32 the logits, the logits with masks and penalties, and the log-probabilities.
+    """
     return rows * config.vocab_size * (dtype.itemsize + 3 * 4)
 
 
@@ -189,10 +191,10 @@ def _decode_attention_bytes(config: ModelConfig) -> int:
 
 
 def _pooling_values(config: ModelConfig) -> int:
-    """Values that a text of one token holds while dense layers or a head make its result.
+    """The number of values that a text of one token needs while dense layers or a head compute its result.
 
-    Dense layers hold the hidden state, its mean (fp32), and their inputs and outputs. A head holds the hidden state, the pooled
-    vector, and its own inputs and outputs (fp32). Without them pooling holds less than the layers do.
+    Dense layers need the hidden state, its mean (fp32), and their inputs and outputs. A head needs the hidden state, the pooled
+    vector, and its own inputs and outputs (fp32). Without them pooling needs less than the layers do.
     """
     if config.head is not None:
         return 10 * config.hidden_size
@@ -212,14 +214,17 @@ def _splade_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> i
 
 _SPLADE_GRAPH_BYTES = CHUNK_BYTES + 6 * MOST_GRAPH_VALUES
 
-# Upper bound on a token's bytes in a packed batch: ids, positions, bounds, attention tiles and options, all int32. A batch of
-# one-token sequences needs the most.
+# The most bytes of a token in a packed batch: ids, positions, bounds, attention tiles and options, all int32. A batch whose
+# sequences have one token needs the most.
 _INDEX_BYTES = 48
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Parameters of the tensors that the engine loads. It loads no needless tensor, and no head but that of a classifier or of a
-    model that generates. Where a model is in parts, the last one has a copy of a tied head."""
+    """The number of parameters that the engine loads.
+
+    It loads no needless tensor, and only the heads of classifiers and generation models. If a model is in parts, the last part
+    has a copy of a tied head.
+    """
     token_rows = config.lexical + (config.colbert_size or 0)
     loaded = _shapes(config).num_parameters
     if config.has_end:
@@ -230,12 +235,12 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def dense_parameters(config: ModelConfig) -> int:
-    """Parameters of the layers after pooling. They multiply one vector a text."""
+    """The number of parameters of the layers after pooling. They are used once for each text."""
     return sum(each.num_parameters for each in config.dense)
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """Parameters of a classifier's head. It multiplies one vector a text."""
+    """The number of parameters of a classifier's head. They are used once for each text."""
     if config.head is None:
         return 0
     if isinstance(config.head, WordHeadConfig):  # the head is the difference of two rows
@@ -246,12 +251,12 @@ def head_parameters(config: ModelConfig) -> int:
 
 
 def body_parameters(config: ModelConfig) -> int:
-    """Parameters of the linear layers, which multiply every token."""
+    """The number of parameters of the linear layers. They are used for every token."""
     return _shapes(config).num_multiplied
 
 
 def num_quantized(config: ModelConfig) -> int:
-    """Values of the layers' matrices, which may be in 4 or 8 bits."""
+    """The number of values of the layers' matrices, which may be in 4 or 8 bits."""
     return _shapes(config).num_quantized
 
 

@@ -1,4 +1,4 @@
-"""What a folder says of generation: generation_config.json, and the keys of the head in config.json."""
+"""Reads a folder's settings for generation: generation_config.json, and the keys of the head in config.json."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from engine.errors import ModelError
 from engine.model.config import GenerationConfig
 from engine.model.keys import Keys
 
-# Families whose head is the table of words where config.json does not say.
+# Families whose head is the table of words if config.json does not say otherwise.
 _TIED = ("Gemma3ForCausalLM",)
 
 
 def read_generation(keys: Keys, said: Keys) -> GenerationConfig:
-    """The head's keys of config.json, and the keys of generation_config.json. Raises: ModelError naming a key's wrong value."""
+    """The config from the head's keys in config.json and from generation_config.json. Raises: ModelError naming a wrong value."""
     keys.refuse("final_logit_softcapping", (None,), "logits are not capped")
     return GenerationConfig(
         tied=bool(keys.get("tie_word_embeddings", keys.architecture in _TIED)),
@@ -26,7 +26,7 @@ def read_generation(keys: Keys, said: Keys) -> GenerationConfig:
 
 
 def _eos_ids(keys: Keys) -> tuple[int, ...]:
-    """`eos_token_id` is an id or a list of ids."""
+    """The ids of `eos_token_id`, which is an id or a list of ids."""
     value = keys.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):

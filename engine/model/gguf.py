@@ -1,6 +1,6 @@
 """The header of a GGUF file: a model's metadata, its tokenizer, and the places of its tensors. No torch here.
 
-The header is read here and not by the `gguf` package, which trusts every size in it and takes 3 s for 49,000 tokens.
+The `gguf` package is not used for the header, because it trusts every size in it and takes 3 s for 49,000 tokens.
 Source: docs/gguf.md of ggml-org/ggml.
 """
 
@@ -18,7 +18,7 @@ _DOWNLOAD = "it is damaged or was not downloaded whole; download it again"
 # struct's letter for each kind of scalar. 8 is a text, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
-# Bytes that one text or one array of the header may have. Published tokenizers have less than 8 MiB.
+# The most bytes of one text or one array of the header. Published tokenizers have less than 8 MiB.
 _MOST_BYTES = 1 << 26
 # The types that are not quantised.
 PLAIN = ("F32", "F16", "BF16")
@@ -52,9 +52,9 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies in the file."""
+    """The place of a tensor in the file."""
 
-    shape: tuple[int, ...]  # as torch gives it, rows first
+    shape: tuple[int, ...]  # in torch's order, rows first
     kind: str  # ggml's name for the type, e.g. "Q4_K"
     start: int  # in bytes from the beginning of the file
     num_bytes: int
@@ -70,18 +70,18 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """Raises: ModelError for an architecture that cannot be read."""
+        """The architecture's name in GGUF. Raises: ModelError for an architecture that is not supported."""
         name = self.metadata.get("general.architecture")
         if name not in ARCHITECTURES:
             raise ModelError(f"{self.path}: architecture {name!r:.80} is not supported in GGUF ({', '.join(ARCHITECTURES)} are)")
         return str(name)
 
     def own(self, key: str) -> Any:
-        """The architecture's own value for `key`, as `llama.block_count`; None where the file has none."""
+        """The architecture's value for `key`, such as `llama.block_count`. None if the file has none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> float:
-        """As `own`, a positive number. Raises: ModelError for anything else."""
+        """The same as `own`, for a positive number. Raises: ModelError for any other value."""
         value = self.own(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -89,7 +89,7 @@ class Header:
         return value
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """As `number`, a whole one."""
+        """The same as `number`, for a whole number."""
         value = self.number(key, default)
         if not isinstance(value, int):
             raise ModelError(f"{self.path}: {self.architecture}.{key} is {value!r}, expected a whole number")
@@ -103,7 +103,7 @@ class Header:
         return value
 
     def names(self) -> dict[str, str]:
-        """transformers' names for the tensors -> the names in the file.
+        """The names in the file by transformers' names for the tensors.
 
         Raises: ModelError naming tensors that the architecture does not have, such as those of experts.
         """
@@ -119,14 +119,14 @@ class Header:
                 unknown.append(name)
         if unknown:
             raise ModelError(
-                f"{self.path}: {len(unknown)} tensors are not part of {self.architecture} as we compute it, so the results would "
+                f"{self.path}: {len(unknown)} tensors are not part of our {self.architecture}, so the results would "
                 f"be wrong without them: {', '.join(unknown[:8])}"
             )
         return found
 
 
 def read_header(path: Path) -> Header:
-    """Reads no tensors. Raises: ModelError naming the file and what is wrong with it."""
+    """Reads the header and no tensors. Raises: ModelError naming the file and its fault."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _read_header(_Reader(path, content))
@@ -135,13 +135,13 @@ def read_header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads one value after the other, and never beyond the file."""
+    """Reads one value after another, and never beyond the end of the file."""
 
     def __init__(self, path: Path, content: mmap.mmap) -> None:
         self.path, self.content, self.at = path, content, 0
 
     def claim(self, count: int, num_bytes: int) -> int:
-        """The place of `count` items of at least `num_bytes` each. Raises: ModelError where the file does not have them."""
+        """The place of `count` items of at least `num_bytes` each. Raises: ModelError if the file is too short for them."""
         if count * num_bytes > min(len(self.content) - self.at, _MOST_BYTES):
             raise ModelError(
                 f"{self.path}: {count} items of {num_bytes} bytes or more at byte {self.at} do not fit into the header of a file "
@@ -186,7 +186,7 @@ class _Reader:
 def _read_header(reader: _Reader) -> Header:
     path = reader.path
     if reader.content[:4] != b"GGUF":
-        raise ModelError(f"{path} is no GGUF file: it begins with {reader.content[:4]!r}")
+        raise ModelError(f"{path} is not a GGUF file: it begins with {reader.content[:4]!r}")
     reader.at = 4
     version = reader.number("I")
     if version & 0xFFFF == 0:

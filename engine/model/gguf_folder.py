@@ -1,6 +1,6 @@
-"""A GGUF file -> a small model folder in the Hugging Face layout, whose weights stay in the file.
+"""Makes a small model folder in the Hugging Face layout for a GGUF file. The weights stay in the file.
 
-config.json is computed from the metadata by llama.cpp's rules. A value that the engine cannot honour is refused by its key.
+config.json is computed from the metadata by llama.cpp's rules. An error names the key of a value that the engine cannot honour.
 """
 
 import json
@@ -13,7 +13,7 @@ from engine.errors import ModelError
 from engine.model.gguf import Header
 from engine.model.gguf_tokenizer import build_tokenizer
 
-# Keys of the metadata that change the results if they have any other value than these, and that the engine does not compute.
+# Keys of the metadata that the engine does not compute. With any other value than these they would change the results.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "logit_scale": (0, 1),
@@ -37,14 +37,14 @@ _MODELS = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
-# llama.cpp knows Gemma 3 27B, which scales its scores by another width, by the number of its layers.
+# llama.cpp recognises Gemma 3 27B by its number of layers. That model scales its scores by another width.
 _LAYERS_OF_GEMMA3_27B = 62
 
 
 def write_folder(header: Header, folder: Path) -> None:
     """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json, and the link model.gguf.
 
-    Raises: ModelError for a model that the engine would not compute as its authors meant, naming the key or the tensor.
+    Raises: ModelError for a model that the engine would not compute as its authors meant. It names the key or the tensor.
     """
     _refuse(header)
     header.names()
@@ -126,7 +126,7 @@ def _gemma3(header: Header, head_dim: int) -> dict[str, Any]:
 
 
 def _local_layers(header: Header) -> list[bool]:
-    """Whether each layer has a window: all but every sixth, where the file names no other number."""
+    """Whether each layer has a window. By default all layers have one except every sixth."""
     if header.own("attention.sliding_window") is None:
         return [False] * header.whole("block_count")
     every = header.whole("attention.sliding_window_pattern", 6)
@@ -152,5 +152,5 @@ def _token_ids(header: Header) -> dict[str, int]:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal number that rounds to the same float32, such as 1e-5: the number that its authors wrote."""
+    """The shortest decimal number that rounds to the same float32, such as 1e-5. The authors wrote this number."""
     return float(str(np.float32(value)))

@@ -1,4 +1,4 @@
-"""GGUF's blocks of 4 bits as `FourBits`: Q4_0, Q4_1 and Q4_K share a scale among 32 columns.
+"""Reads GGUF's blocks of 4 bits as `FourBits`. In Q4_0, Q4_1 and Q4_K 32 columns share a scale.
 
 A matrix of another type is dequantised when a model takes it. Source: ggml-common.h and ggml-quants.c of llama.cpp.
 """
@@ -18,7 +18,7 @@ from engine.model.quantized.layout import Blocks, FourBits, four_bits
 from engine.model.quantized.scheme import Gguf
 
 GROUP = 32  # columns that share a scale
-# The gate and up are one matrix to the engine. They stay in 4 bits together or not at all.
+# The engine has the gate and up in one matrix. They stay in 4 bits together or not at all.
 _TOGETHER = (("attn_q",), ("attn_k",), ("attn_v",), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
 
 
@@ -29,14 +29,14 @@ def _read_q4_0(rows: Tensor) -> FourBits:
 
 
 def _read_q4_1(rows: Tensor) -> FourBits:
-    """As `_read_q4_0`, with a min in fp16 behind the scale."""
+    """Blocks as in `_read_q4_0`, with a min in fp16 after the scale."""
     blocks = _blocks(rows, 20)
     scales, mins = _fp16(blocks[..., :4]).unbind(2)
     return four_bits(_halves(blocks[..., 4:]).flatten(1), scales, mins=mins)
 
 
 def _read_q4_k(rows: Tensor) -> FourBits:
-    """Blocks of 256 values: two numbers in fp16 that multiply scales and mins, 12 bytes of 6-bit scales and mins, 128 of codes.
+    """Blocks of 256 values: two factors in fp16 for scales and mins, 12 bytes of 6-bit scales and mins, 128 bytes of codes.
 
     The products are exact in fp32. Mins are subtracted in this format.
     """
@@ -53,7 +53,7 @@ _READERS: dict[str, Callable[[Tensor], FourBits]] = {"Q4_0": _read_q4_0, "Q4_1":
 
 
 def read_matrix(file: GGUFWeights, name: str, to_device: Callable[[Tensor], Tensor]) -> Tensor | FourBits | Blocks:
-    """A matrix under transformers' name: in 4 bits on the device, or as it is in the file. A tensor that is not quantised."""
+    """A matrix by transformers' name: in 4 bits on the device, in the file's blocks, or as a tensor that is not quantised."""
     place = file.place(name)
     if place.kind in PLAIN or len(place.shape) != 2:
         return file.tensor(name)
@@ -65,7 +65,7 @@ def read_matrix(file: GGUFWeights, name: str, to_device: Callable[[Tensor], Tens
 
 
 def described(header: Header) -> Gguf | None:
-    """What of the layers' matrices can stay in 4 bits. None if no matrix of a layer is quantised."""
+    """The part of the layers' matrices that can stay in 4 bits. None if no matrix of a layer is quantised."""
     values: Counter[str] = Counter()
     kept = []
     for layer in range(header.whole("block_count")):
@@ -84,7 +84,7 @@ def described(header: Header) -> Gguf | None:
 
 
 def _bytes_in_four_bits(parts: Sequence[StoredTensor]) -> int | None:
-    """Bytes that matrices take which are multiplied as one; None if they do not stay in 4 bits."""
+    """The bytes of matrices that are multiplied as one. None if they do not stay in 4 bits."""
     fit = all(part.kind in _READERS and len(part.shape) == 2 and packs(*part.shape, GROUP) for part in parts)
     if not fit or len({part.kind == "Q4_0" for part in parts}) != 1:  # only some have mins
         return None

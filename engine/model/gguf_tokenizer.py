@@ -1,4 +1,4 @@
-"""A GGUF file's vocabulary -> a `tokenizers.Tokenizer` that gives the ids of the model's own tokenizer.json."""
+"""Makes a `tokenizers.Tokenizer` from a GGUF file's vocabulary. It gives the ids of the model's own tokenizer.json."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from tokenizers.processors import TemplateProcessing
 from engine.errors import ModelError
 from engine.model.gguf import Header
 
-# ggml's types of tokens. Control tokens are special; user-defined tokens are found in a text before it is split.
+# ggml's types of tokens. Control tokens are special. User-defined tokens are found in a text before the text is split.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-# How text is split before BPE. Source: the published tokenizer.json of Llama 3 and of Qwen2.
+# The pattern that splits a text before BPE. Source: the published tokenizer.json of Llama 3 and of Qwen2.
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS % "{1,3}"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS % ""
@@ -47,7 +47,7 @@ def _byte_level(header: Header, tokens: list[str], types: list[int]) -> Tokenize
     if pre not in _PRE_TOKENIZERS:
         raise ModelError(
             f"{header.path}: tokenizer.ggml.pre {pre!r:.80} is not supported ({', '.join(_PRE_TOKENIZERS)} are); a file without "
-            "one is from an old converter"
+            "this key is from an old converter"
         )
     merges = [_pair(header, merge) for merge in _texts(header, "merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -65,11 +65,11 @@ def _byte_level(header: Header, tokens: list[str], types: list[int]) -> Tokenize
 
 
 def _sentencepiece(header: Header, tokens: list[str], types: list[int]) -> Tokenizer:
-    """BPE whose merges follow from the vocabulary. Gemma's scores do not have the order of its merges; its ids do."""
+    """BPE whose merges follow from the vocabulary. In Gemma's files the order of the ids, not of the scores, gives the merges."""
     is_gemma, scores = header.architecture == "gemma3", _numbers(header, "scores")
     if len(scores) != len(tokens):
         raise ModelError(f"{header.path} has {len(scores)} scores for {len(tokens)} tokens; convert the model again")
-    # Gemma's files spell runs of spaces as spaces, and all other spaces as U+2581.
+    # Gemma's files write tokens of spaces only as spaces, and all other spaces as U+2581.
     spelled = [token.replace(" ", "▁") if token.isspace() and not token.strip(" ") else token for token in tokens]
     pieces = {token: id for id, (token, kind) in enumerate(zip(spelled, types, strict=True)) if kind in (_NORMAL, _USER_DEFINED)}
     merges = []
@@ -106,7 +106,7 @@ def _add_special_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int
 
 
 def _add_template(header: Header, tokenizer: Tokenizer, kind: str) -> None:
-    """Where the file does not say, llama.cpp puts a BOS before texts of SentencePiece and of Llama 3."""
+    """Add the special tokens around a text. By default llama.cpp puts a BOS before texts of SentencePiece and of Llama 3."""
     by_default = kind == "llama" or header.metadata.get("tokenizer.ggml.pre") == "llama-bpe"
     around = {"bos": header.metadata.get("tokenizer.ggml.add_bos_token", by_default)}
     around["eos"] = header.metadata.get("tokenizer.ggml.add_eos_token", False)
@@ -114,7 +114,7 @@ def _add_template(header: Header, tokenizer: Tokenizer, kind: str) -> None:
     for name, wanted in around.items():
         id = header.token_id(f"{name}_token_id")
         if wanted and id is None:
-            raise ModelError(f"{header.path}: tokenizer.ggml.add_{name}_token is true, and there is no {name}_token_id")
+            raise ModelError(f"{header.path}: tokenizer.ggml.add_{name}_token is true, but there is no {name}_token_id")
         if wanted and id is not None:
             specials[name] = (str(tokenizer.id_to_token(id)), id)
     if specials:
@@ -141,5 +141,5 @@ def _texts(header: Header, key: str) -> list[str]:
 def _numbers(header: Header, key: str) -> list[Any]:
     value = header.metadata.get(f"tokenizer.ggml.{key}", [])
     if not isinstance(value, list) or any(isinstance(each, str) for each in value):
-        raise ModelError(f"{header.path}: tokenizer.ggml.{key} is no list of numbers; convert the model again")
+        raise ModelError(f"{header.path}: tokenizer.ggml.{key} is not a list of numbers; convert the model again")
     return value

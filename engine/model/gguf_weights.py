@@ -1,7 +1,7 @@
 """The tensors of a GGUF file. Most of them are quantised.
 
 A tensor is dequantised when it is taken, so a model needs no second copy on disk. `gguf_four_bits.py` keeps matrices in 4 bits.
-Source: the order of a Llama's rows and Gemma's norms are those of convert_hf_to_gguf.py of llama.cpp.
+Source of the order of a Llama's rows and of Gemma's norms: convert_hf_to_gguf.py of llama.cpp.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.errors import ModelError
 from engine.model.gguf import StoredTensor, read_header
 
-# Values that are dequantised at a time: 64 MiB in fp32, and a few times that in between.
+# Values that are dequantised at a time: 64 MiB in fp32, and a few times as much for intermediate values.
 _SLICE_VALUES = 1 << 24
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -24,21 +24,21 @@ class GGUFWeights:
     """The tensors of a GGUF file under transformers' names, in the order and with the values of transformers' checkpoints."""
 
     def __init__(self, path: Path) -> None:
-        """Raises: ModelError naming the file and what is wrong with it."""
+        """Map the file. Raises: ModelError naming the file and its fault."""
         self._header = read_header(path)
         self._stored = self._header.names()
         self.names: tuple[str, ...] = tuple(self._stored)
         self.num_values = sum(map(self.size, self.names))
-        # Copy on write: torch refuses memory that it may not write, and nobody writes.
+        # Copy on write, because torch refuses read-only memory. The engine never writes to it.
         self._content: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, np.uint8, mode="c")
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU: F32, F16 and BF16 as they are stored, other types in float32."""
+        """The tensor on the CPU. F32, F16 and BF16 keep their dtype, other types become float32."""
         place, content = self.place(name), self.content(name)
         dtype = _DTYPES.get(place.kind)
         tensor = _dequantize(content.numpy(), place) if dtype is None else content.view(dtype).view(place.shape)
         if self._header.architecture == "gemma3" and name.endswith("norm.weight"):
-            return tensor.float() - 1  # llama.cpp multiplies with the weight, transformers with 1 + weight
+            return tensor.float() - 1  # llama.cpp multiplies by the weight, transformers by 1 + weight
         return self.in_order(name, tensor)
 
     def place(self, name: str) -> StoredTensor:
@@ -62,7 +62,7 @@ class GGUFWeights:
         return math.prod(self.place(name).shape)
 
     def close(self) -> None:
-        """Release the mapping. Tensors that share it stay valid, and keep it alive."""
+        """Release the mapping. Tensors that share the mapping stay valid and keep it alive."""
         self._content = np.empty(0, np.uint8)
 
     def _halves(self, tensor: Tensor, stored: str, key: str) -> Tensor:

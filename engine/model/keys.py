@@ -1,4 +1,4 @@
-"""How config.json is read. Each kind of key is read in one function, which knows every spelling of it.
+"""Reads config.json. One function reads each kind of key, and knows all its spellings.
 
 The engine honours every key that changes a vector, or refuses it by name. So a model that loads gives the vectors that its
 authors meant.
@@ -23,7 +23,7 @@ class Keys:
 
     @property
     def architecture(self) -> str:
-        """The first of `architectures`, or a text that no family has for a name."""
+        """The first of `architectures`, or a text that is not the name of any family."""
         names = self.get("architectures") or []
         return str(names[0]) if names else f"(none, model_type {self.get('model_type')!r})"
 
@@ -31,7 +31,7 @@ class Keys:
         return self.values.get(key, default)
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """A positive number; `default` where the key is absent or null. Raises: ModelError for any other value."""
+        """A positive number, or `default` if the key is absent or null. Raises: ModelError for any other value."""
         value = self.values.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -43,14 +43,14 @@ class Keys:
 
         Args:
             why: the reason in the error; None names the first of `allowed`.
-            absent: the value that an absent key stands for. Without it, an absent key is fine.
+            absent: the value that an absent key stands for. Without this argument an absent key is accepted.
         """
         value = self.values.get(key, absent)
         if value is not _ANYTHING and value not in allowed:
             raise ModelError(f"{self.path}: {key} = {value!r} is not supported ({why or f'only {allowed[0]!r}'})")
 
     def divides(self, total: str, parts: str) -> None:
-        """Stop where `total` is not a multiple of `parts`."""
+        """Stop if `total` is not a multiple of `parts`."""
         if self.number(total) % self.number(parts):
             raise ModelError(f"{self.path}: {total} = {self.get(total)} is not a multiple of {parts} = {self.get(parts)}")
 
@@ -58,7 +58,7 @@ class Keys:
 class Shape(TypedDict):
     """The fields of `ModelConfig` that every family has. mypy compares the two where a family unpacks a `Shape`.
 
-    config.json does not know the last two. `load_model_config` replaces them by the values of the folder's other files.
+    config.json does not have the last two. `load_model_config` replaces them with the values of the folder's other files.
     """
 
     architecture: str
@@ -106,7 +106,7 @@ def read_shape(
     """The fields that all families share.
 
     Args:
-        eps, head_dim, positions: the values where the file has none. A `head_dim` of None shares hidden_size among the heads.
+        eps, head_dim, positions: the values if the file has none. A `head_dim` of None is hidden_size / number of heads.
     """
     given_dim = None if names.head_dim is None else keys.get(names.head_dim, head_dim)
     if given_dim is None:
@@ -137,7 +137,7 @@ def read_shape(
 
 
 def is_causal(keys: Keys) -> bool:
-    """Whether a decoder is causal. It is unless the file says otherwise, in either of the two spellings in use."""
+    """Whether a decoder is causal. It is causal unless the file says otherwise. There are two spellings of the key."""
     if keys.get("use_bidirectional_attention"):
         return False
     return keys.get("is_causal", True) is not False
@@ -148,7 +148,7 @@ LayerType = Literal["full_attention", "sliding_attention"]
 
 
 def read_local_layers(keys: Keys, otherwise: Callable[[int], bool]) -> tuple[int, ...]:
-    """The layers with a window, from `layer_types`. Where the file has none, `otherwise` decides for each layer."""
+    """The layers with a window, from `layer_types`. If the file has no such key, `otherwise` decides for each layer."""
     n_layers, types = keys.number("num_hidden_layers"), keys.get("layer_types")
     if types is None:
         return tuple(filter(otherwise, range(n_layers)))
@@ -161,7 +161,7 @@ def read_local_layers(keys: Keys, otherwise: Callable[[int], bool]) -> tuple[int
 
 
 class Rope(NamedTuple):
-    """RoPE's base, and how its angles are scaled."""
+    """RoPE's base, and the scaling of its angles."""
 
     theta: float
     kind: str = "default"
@@ -178,10 +178,10 @@ def read_rope(
     """RoPE, from transformers 5's `rope_parameters` or the Hub's flat keys.
 
     Args:
-        layer_type: the layers to read it for, where a family has a base for each type of layer.
+        layer_type: the type of layers, for families with a base for each type.
         flat: the Hub's key for the base.
-        otherwise: the base where the file names none.
-        scalings: the kinds of scaling that the family computes, besides none.
+        otherwise: the base if the file names none.
+        scalings: the kinds of scaling that the family computes. No scaling is always allowed.
     Raises: ModelError for any other kind of RoPE.
     """
     rope = keys.get("rope_parameters") or {}
@@ -189,7 +189,7 @@ def read_rope(
         if set(rope) - set(get_args(LayerType)):
             raise ModelError(f"{keys.path}: rope_parameters {rope} is not supported (one set for each type of layer)")
         rope = rope.get(layer_type) or {}
-    if layer_type != "sliding_attention":  # flat keys scale the other layers alone
+    if layer_type != "sliding_attention":  # flat keys scale only the other layers
         rope = rope or keys.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mixed_b") is not None
@@ -213,7 +213,7 @@ def head_activation(keys: Keys, key: str, default: str) -> DenseActivation:
 
 
 def read_labels(keys: Keys) -> tuple[str, ...]:
-    """`id2label` in the order of its indices. Without it LABEL_0 and so on, as transformers does: `num_labels`, or two."""
+    """`id2label` in the order of its indices. Without it, LABEL_0 and so on, for `num_labels` or two labels."""
     names, count = keys.get("id2label"), keys.get("num_labels")
     if names is None:
         return tuple(f"LABEL_{index}" for index in range(keys.number("num_labels", 2)))

@@ -8,11 +8,11 @@ from torch import Tensor
 from engine.kernels import Weight
 from engine.model.quantized.layout import FourBits
 
-_DEVIATION = 0.02  # of the weights, as models are initialised; norms are around 1
+_DEVIATION = 0.02  # the standard deviation of the weights, as in initialised models; norms are around 1
 
 
 class RandomWeights:
-    """A source of weights that gives random values for every name: as `WeightSource`."""
+    """A `WeightSource` that gives random values for every name."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, decodes: bool) -> None:
         self.device, self.dtype, self.decodes = device, dtype, decodes
@@ -42,7 +42,7 @@ class RandomWeights:
         return [self.take_matrix(names, rows, columns)]
 
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
-        assert isinstance(weight, Tensor), "it gives no others"
+        assert isinstance(weight, Tensor), "take gives only tensors"
         return weight
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Models that layers in 8 bits make slower."""
+"""Names the models that are slower with layers in 8 bits."""
 
 import torch
 
@@ -7,13 +7,13 @@ from engine.model.config import ModelConfig
 from engine.model.families import family_of
 from engine.model.families.bert import Bert
 
-# BERT-base, the largest one that was measured. In 8 bits a layer has more passes over its activations: a bias, GeLU and
-# roundings. They grow with the hidden size, and what the products gain grows with its square. docs/decisions/055.
+# BERT-base is the largest BERT that was measured. In 8 bits a layer reads its activations more often: for a bias, GeLU and
+# roundings. This cost grows with the hidden size, and the gain of the products grows with its square. docs/decisions/055.
 _LARGEST_SLOWER = 768
 
 
 def slower_in_8_bits(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    """Why bfloat16 is faster for this model than `dtype`. None for other dtypes and for models of which we do not know it."""
+    """The reason why bfloat16 is faster than `dtype` for this model. None for other dtypes, and if that is not known."""
     if not is_8_bits(dtype) or not issubclass(family_of(config), Bert) or config.hidden_size > _LARGEST_SLOWER:
         return None
     return (

@@ -1,6 +1,6 @@
-"""Copies weights to a GPU: several threads fill pinned memory, from which the GPU fetches.
+"""Copies weights to a GPU: several threads fill pinned memory, and the GPU fetches from it.
 
-One thread reads a file's mapping at 6.6 GB/s, and four read it at 20 (H200, the file in the page cache).
+One thread reads a file's mapping at 6.6 GB/s, and four threads read it at 20 GB/s (H200, the file in the page cache).
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ from torch import Tensor
 
 _THREADS = 4
 _CHUNK_BYTES = 8 << 20
-# Smaller tensors are copied at once: a change of threads takes as long as they do.
+# Smaller tensors are copied directly: a switch of threads takes as long as the copy.
 _SMALL_BYTES = 1 << 20
 
 
@@ -26,7 +26,7 @@ class Uploader:
         self._thread = local()
 
     def __call__(self, tensor: Tensor, target: Tensor) -> None:
-        """Copy a tensor of the host to `target` on the GPU. The copy is complete on return, or in order on torch's stream."""
+        """Copy a tensor of the host to `target` on the GPU. On return the copy is complete, or is in order on torch's stream."""
         num_bytes = tensor.numel() * tensor.element_size()
         plain = tensor.dtype == target.dtype and tensor.is_contiguous() and target.is_contiguous()
         if num_bytes < _SMALL_BYTES or not plain:
@@ -34,14 +34,14 @@ class Uploader:
             return
         source, to = _bytes_of(tensor).numpy(), _bytes_of(target)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()  # the allocator may give memory that the work before still uses
+        ready.record()  # earlier work may still use memory that the allocator has given
         starts = count(0, _CHUNK_BYTES)
         jobs = [self._pool.submit(self._copy, source, to, starts, ready) for _ in range(_THREADS)]
         for job in jobs:
             job.result()
 
     def _copy(self, source: np.ndarray, target: Tensor, starts: "count[int]", ready: torch.cuda.Event) -> None:
-        """Copy chunk after chunk, as many as this thread comes to."""
+        """Copy chunks until none is left. All threads take their chunks from one counter."""
         with torch.inference_mode(), torch.cuda.device(self._device):
             staging, stream = self._of_this_thread()
             ready.wait(stream)
@@ -58,7 +58,7 @@ class Uploader:
             stream.synchronize()
 
     def _of_this_thread(self) -> tuple[list[tuple[Tensor, torch.cuda.Event]], torch.cuda.Stream]:
-        """Two blocks of pinned memory: one is filled while the GPU fetches the other."""
+        """Two blocks of pinned memory. One is filled while the GPU fetches the other."""
         mine = self._thread
         if not hasattr(mine, "stream"):
             mine.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

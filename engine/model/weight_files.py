@@ -1,9 +1,8 @@
-"""The files that hold a model's weights: safetensors, or PyTorch's own format if a folder has no safetensors, or one GGUF file if
-it has neither.
+"""Opens the files of a model's weights: safetensors, or PyTorch's format without them, or one GGUF file without either.
 
-All are mapped into memory: reading a tensor brings its pages in, and the system may drop them again. PyTorch files are read
-with `weights_only`, which builds tensors and runs nothing (docs/decisions/017). A PyTorch file that is no zip, as torch wrote
-until 1.5, cannot be mapped: the whole file is in memory until all its tensors are taken.
+All files are mapped into memory: a read of a tensor loads its pages, and the system may drop them again. PyTorch files are read
+with `weights_only`, which builds tensors and runs no code (docs/decisions/017). torch up to 1.5 wrote files that are not zips.
+They cannot be mapped, so the whole file is in memory until all its tensors are taken.
 """
 
 import math
@@ -21,7 +20,7 @@ from engine.errors import ModelError
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.weight_paths import weight_paths
 
-# How torch names the first object of a file that is no tensor.
+# In torch's error, the name of the first object of a file that is not a tensor.
 _FORBIDDEN = re.compile(r"\bGLOBAL (\S+)")
 _CONVERT = (
     "import torch, safetensors.torch as s; d = torch.load('{}', weights_only=False); "
@@ -33,10 +32,10 @@ class WeightFile(Protocol):
     """One file of named tensors."""
 
     names: tuple[str, ...]
-    num_values: int  # in all tensors
+    num_values: int  # the number of values of all tensors
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor on the CPU, as it is stored; dequantised if it is stored in blocks."""
+        """The tensor on the CPU in its stored dtype. It is dequantised if it is stored in blocks."""
         ...
 
     def size(self, name: str) -> int:
@@ -44,12 +43,12 @@ class WeightFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the mapping. Tensors that share it stay valid, and keep it alive."""
+        """Release the mapping. Tensors that share the mapping stay valid and keep it alive."""
         ...
 
 
 def open_weights(folder: Path) -> list[WeightFile]:
-    """Every file of weights of a folder, single or sharded.
+    """Every file of weights of a folder, whether there is one file or several shards.
 
     Raises: ModelError naming the missing, damaged or refused file, and the way out.
     """
@@ -58,10 +57,9 @@ def open_weights(folder: Path) -> list[WeightFile]:
 
 
 def read_linear(folder: Path, name: str, columns: int) -> tuple[Tensor, Tensor] | None:
-    """(weight [rows, columns], bias [rows]) of a layer with its own file, `name`.safetensors or torch's `name`.pt; None where
-    there is neither.
+    """(weight [rows, columns], bias [rows]) of a layer with its own file, `name`.safetensors or torch's `name`.pt.
 
-    Raises: ModelError naming the file.
+    Returns None if there is no such file. Raises: ModelError naming the file.
     """
     kinds: dict[str, type[_Safetensors | _PyTorch]] = {".safetensors": _Safetensors, ".pt": _PyTorch}
     path = next((path for path in map((folder / name).with_suffix, kinds) if path.is_file()), None)
@@ -105,7 +103,7 @@ class _PyTorch:
         self.num_values = sum(distinct.values())
 
     def tensor(self, name: str) -> Tensor:
-        return self._tensors[name].detach()  # old files hold parameters
+        return self._tensors[name].detach()  # old files contain parameters
 
     def size(self, name: str) -> int:
         return self._tensors[name].numel()
@@ -122,9 +120,9 @@ def _load(path: Path) -> dict[str, Tensor]:
     except UnpicklingError as error:
         found = _FORBIDDEN.search(str(error))
         if found is None:
-            raise ModelError(f"{path} cannot be read as a PyTorch file: it is damaged, or none") from error
+            raise ModelError(f"{path} cannot be read as a PyTorch file: it is damaged, or is not a PyTorch file") from error
         raise ModelError(
-            f"{path} holds more than tensors ({found[1]}), which is never run; if you trust its authors, convert it: "
+            f"{path} holds more than tensors ({found[1]}), and its code is never run; if you trust its authors, convert it: "
             f'python -c "{_CONVERT.format(path.name, path.stem.removeprefix("pytorch_"))}"'
         ) from error
     except Exception as error:  # a damaged file makes the unpickler raise anything
@@ -134,5 +132,5 @@ def _load(path: Path) -> dict[str, Tensor]:
     for name, value in content.items():
         plain = isinstance(value, Tensor) and value.layout is torch.strided and value.device.type == "cpu"
         if not isinstance(name, str) or not plain:
-            raise ModelError(f"{path}: {name} is a {type(value).__name__} that is no plain tensor")
+            raise ModelError(f"{path}: {name} is a {type(value).__name__}, expected a plain tensor")
     return content

@@ -1,4 +1,4 @@
-"""Which files of a folder hold the model's weights. No torch here."""
+"""Finds the files of a folder that hold the model's weights. No torch here."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ def weight_paths(folder: Path) -> Iterable[Path]:
             return [gguf]
         if not (folder / single).is_file():
             raise ModelError(
-                f"{folder} has no model.safetensors and no pytorch_model.bin, and no GGUF file (other weight formats are never "
+                f"{folder} has no model.safetensors, no pytorch_model.bin and no GGUF file (other weight formats are never "
                 "loaded)"
             )
         return [folder / single]
@@ -31,7 +31,7 @@ def weight_paths(folder: Path) -> Iterable[Path]:
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights; None where it has others, or no GGUF file.
+    """The GGUF file of a folder without other weights. None if there are other weights, or no GGUF file.
 
     Raises: ModelError if there are several.
     """
@@ -45,5 +45,5 @@ def only_gguf(folder: Path) -> Path | None:
 
 
 def has_safetensors(folder: Path) -> bool:
-    """Whether the folder's weights are safetensors. Its other files of weights are not read then."""
+    """Whether the folder's weights are safetensors. Then other files of weights are not read."""
     return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))

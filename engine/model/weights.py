@@ -1,8 +1,8 @@
-"""A model's tensors, read from the files of weights one at a time.
+"""Reads a model's tensors from the files of weights, one at a time.
 
-A model takes each tensor by name, moves it to its device and dtype, and keeps only the result: at the peak there is
-the finished model plus one tensor. Embeddings do not need some tensors, which the families list; the load reports them. Any
-other tensor that no model took stops the load, because the vectors may be wrong without it.
+A model takes each tensor by name, moves it to its device and dtype, and keeps only the result. So the peak of memory is the
+finished model plus one tensor. The families list tensors that embeddings do not need, and the load reports them. Any other tensor
+that the model did not take stops the load, because the vectors may be wrong without it.
 """
 
 import copy
@@ -37,11 +37,11 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class WeightSource(Protocol):
-    """A model takes its weights from here, each by its name and shape."""
+    """A source of weights. A model takes each weight by its name and shape."""
 
     device: torch.device
-    dtype: torch.dtype  # the model computes in it
-    decodes: bool  # the model generates: many of its passes have a few rows only
+    dtype: torch.dtype  # the model's compute dtype
+    decodes: bool  # it is a generation model, so many passes have only a few rows
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None: ...
 
@@ -63,13 +63,13 @@ class WeightSource(Protocol):
 
 
 class ShapeCounter:
-    """A source without content. It gives a tensor of any name and shape, and counts the parameters that a model takes."""
+    """A source without values. It gives a tensor for any name and shape, and counts the parameters that a model takes."""
 
     def __init__(self) -> None:
         self.device, self.dtype, self.decodes = torch.device("meta"), torch.float32, False
         self.num_parameters = 0
-        self.num_multiplied = 0  # parameters of the matrices: each token is multiplied with all of them
-        # Values and rows of the layers' matrices, and the values of the largest one.
+        self.num_multiplied = 0  # parameters of the matrices, which are used for each token
+        # Values and rows of the layers' matrices, and the values of the largest matrix.
         self.num_quantized, self.num_scales, self.most_quantized = 0, 0, 0
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
@@ -96,19 +96,19 @@ class ShapeCounter:
         return [self.take_matrix(names, rows, columns)]
 
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
-        assert isinstance(weight, Tensor), "it gives no others"
+        assert isinstance(weight, Tensor), "take gives only tensors"
         self.num_quantized += weight.numel()
         self.num_scales += len(weight)
         self.most_quantized = max(self.most_quantized, weight.numel())
         return weight
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
-        """Nothing is computed: for arithmetic on this device torch imports its compiler, which takes 1 to 3 s."""
+        """Computes nothing: for arithmetic on the meta device torch imports its compiler, which takes 1 to 3 s."""
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
 
 class Checkpoint:
-    """The tensors of one model folder, single file or sharded. Use as a context manager."""
+    """The tensors of one model folder, from one file or several shards. Use it as a context manager."""
 
     def __init__(
         self,
@@ -120,15 +120,15 @@ class Checkpoint:
     ) -> None:
         """
         Args:
-            dtype: a dtype of 8 bits applies to the layers' matrices; the rest is in `compute_dtype`.
-            on_progress: hears after each tensor which share of the tensors is read.
-            scheme: how a quantised checkpoint stores its matrices. They are dequantised one by one as they are taken, but for
-                those that `take_matrix` leaves in 4 bits.
-        Raises: ModelError when there is no file of weights, or one that cannot be read.
+            dtype: a dtype of 8 bits applies to the layers' matrices. The rest is in `compute_dtype`.
+            on_progress: called after each tensor with the share of the tensors that are read.
+            scheme: a quantised checkpoint's storage of matrices. Each matrix is dequantised when it is taken, except those that
+                `take_matrix` leaves in 4 bits.
+        Raises: ModelError if there is no file of weights, or if a file cannot be read.
         """
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
         self.decodes = False
-        self.keeps_four_bits = False  # layers' matrices that the checkpoint has in 4 bits stay so where the kernels take them
+        self.keeps_four_bits = False  # whether the checkpoint's matrices in 4 bits stay so, if the kernels take them
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)
@@ -138,10 +138,10 @@ class Checkpoint:
         if scheme is not None and not isinstance(scheme, Gguf):
             self._dequantizes = QuantizedFiles(self._files, scheme, folder, self.to_device, self.dtype)
             self._files = [self._dequantizes]
-        self._quantized_matrices = Counter[str | None]()  # by why they do not stay in 4 bits; None: they do
-        self._file_of: dict[str, tuple[WeightFile, str]] = {}  # by our name for a tensor, with the name in the file
+        self._quantized_matrices = Counter[str | None]()  # by the reason against 4 bits; None: they stay in 4 bits
+        self._file_of: dict[str, tuple[WeightFile, str]] = {}  # a tensor's file and its name there, by our name
         self._taken: set[str] = set()
-        self._untaken: dict[WeightFile, int] = {}  # how many tensors of a file are still to come
+        self._untaken: dict[WeightFile, int] = {}  # the number of a file's tensors that are not taken yet
         for file in self._files:
             self._file_of |= {_today(name): (file, name) for name in file.names}
             self._untaken[file] = len(file.names)
@@ -159,7 +159,7 @@ class Checkpoint:
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator["Checkpoint"]:
-        """The same files for another device. Both count what the other has taken, so `finish` is called once."""
+        """The same files for another device. Both share the count of taken tensors, so `finish` is called once."""
         other = copy.copy(self)
         other.device = device
         other._leaves_mapping = is_integrated(device)
@@ -176,7 +176,7 @@ class Checkpoint:
         return sum(file.num_values for file in self._files) * self.dtype.itemsize
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
-        """Find which of `prefixes` the body's names carry (`bert.`, `model.`, or ""): the one that has `probe` behind it."""
+        """Find the prefix of the body's names (`bert.`, `model.`, or ""): for it there is a tensor prefix + `probe`."""
         for prefix in prefixes:
             if prefix + probe in self._file_of:
                 self._prefix = prefix
@@ -194,11 +194,11 @@ class Checkpoint:
         return self._on_device(self._read(name, shape), dtype or self.dtype)
 
     def take_embedding(self, name: str, *shape: int) -> Tensor:
-        """As `take`, for a table: tokens look their rows up, and no token is multiplied with the whole."""
+        """The same as `take`, for a table. Tokens read rows of a table and are not multiplied by it."""
         return self.take(name, *shape)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
-        """Several tensors stacked along their first axis into one, e.g. Q, K and V into one projection."""
+        """Several tensors stacked along their first axis into one, such as Q, K and V into one projection."""
         stacked = torch.empty(sum(rows), *columns, device=self.device, dtype=self.dtype)
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -207,7 +207,7 @@ class Checkpoint:
         return stacked
 
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | FourBits:
-        """A layer's matrix, of one tensor or of several stacked along their rows. It is in 4 bits if all of them stay so."""
+        """A layer's matrix, from one tensor or several stacked along their rows. It is in 4 bits if all of them stay so."""
         if not self.keeps_four_bits:
             return self.take_rows(names, rows, columns) if len(names) > 1 else self.take(names[0], rows[0], columns)
         parts = [self._read(name, (count, columns), keeps=True) for name, count in zip(names, rows, strict=True)]
@@ -224,7 +224,7 @@ class Checkpoint:
         return torch.cat(plain)
 
     def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
-        """As `take_matrix`, of layers that may be computed apart. Neighbours of one kind are stacked."""
+        """The same as `take_matrix`, for layers that may be computed separately. Neighbours of one kind are stacked."""
         if not self.keeps_four_bits:
             return [self.take_matrix(names, rows, columns)]
         found: list[Tensor | FourBits] = []
@@ -237,7 +237,7 @@ class Checkpoint:
         return found
 
     def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
-        """A layer's matrix in the dtype of the layers, perhaps of 4 or 8 bits. A CPU dequantises 4 bits.
+        """A layer's matrix in the layers' dtype, which may have 4 or 8 bits. A CPU dequantises 4 bits.
 
         Raises: ModelError for a shape that 4 or 8 bits refuse.
         """
@@ -249,13 +249,13 @@ class Checkpoint:
         return weight if self._quantized is None else quantize_weight(weight, self._quantized)
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:
-        """A tensor of this shape that a model computes at load, as from its weights."""
+        """A tensor of this shape that a model computes at load, for example from its weights."""
         derived = compute()
         assert derived.shape == shape, f"{derived.shape} is not {shape}"
         return derived
 
     def take_all(self) -> dict[str, Tensor]:
-        """Every tensor by its name, as it is stored, for callers with their own rules for names and shapes.
+        """Every tensor by its stored name, in its stored form, for callers with their own rules for names and shapes.
 
         The tensors share the files' mappings. `to_device` copies them to the GPU.
         """
@@ -267,11 +267,11 @@ class Checkpoint:
         return self._on_device(tensor, tensor.dtype)
 
     def finish(self, unused: Sequence[str]) -> list[str]:
-        """Account for what was not taken.
+        """Check the tensors that were not taken.
 
         Args:
-            unused: glob patterns, without prefix, of tensors that embeddings do not need (heads, buffers).
-        Returns: the names found that match `unused`. Raises: ModelError naming tensors that nobody expected.
+            unused: glob patterns, without the prefix, of tensors that embeddings do not need (heads, buffers).
+        Returns: the names that match `unused`. Raises: ModelError naming unexpected tensors.
         """
         left = sorted(set(self._file_of) - self._taken)
         if self._dequantizes is not None:
@@ -293,7 +293,7 @@ class Checkpoint:
         return left
 
     def _full(self, name: str) -> str | None:
-        """The prefixed name, else the bare one (heads have no prefix). If both exist, `finish` reports the unused one."""
+        """The name with the prefix, or the bare name (heads have no prefix). If both exist, `finish` reports the unused one."""
         return next((each for each in (self._prefix + name, name) if each in self._file_of), None)
 
     @overload
@@ -319,7 +319,7 @@ class Checkpoint:
             if self._on_progress is not None:
                 self._on_progress(len(self._taken) / len(self._file_of))
             self._untaken[file] -= 1
-            if not self._untaken[file]:  # a mapping's pages count as this process's memory until it is closed
+            if not self._untaken[file]:  # a mapping's pages count as this process's memory until the mapping is closed
                 file.close()
         return tensor
 
@@ -329,9 +329,9 @@ class Checkpoint:
         return read_matrix(file, stored, self.to_device) if isinstance(file, GGUFWeights) else file.tensor(stored)
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor of a file on the model's device. On a CPU, in the file's dtype, it may be the tensor itself.
+        """A file's tensor on the model's device. On a CPU it may be the tensor itself, if the dtype is the file's.
 
-        A dequantised matrix is on the device already.
+        A dequantised matrix is already on the device.
         """
         if self._upload is None or tensor.is_cuda:
             return self._unmapped(tensor).to(device=self.device, dtype=dtype)
@@ -351,7 +351,7 @@ class Checkpoint:
 
 
 def _stacked(first: Tensor | FourBits, second: Tensor | FourBits) -> Tensor | FourBits | None:
-    """The rows of both; None where they are of different kinds."""
+    """The rows of both. None if they are of different kinds."""
     if isinstance(first, FourBits) and isinstance(second, FourBits):
         return joined([first, second])
     if isinstance(first, Tensor) and isinstance(second, Tensor):
@@ -364,7 +364,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _today(name: str) -> str:
-    """A tensor's present name. Checkpoints converted from TensorFlow call a norm's weight and bias gamma and beta."""
+    """A tensor's modern name. Checkpoints converted from TensorFlow call a norm's weight and bias gamma and beta."""
     for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
         if name.endswith(old):
             return name.removesuffix(old) + new

@@ -1,4 +1,4 @@
-"""`PackedBatch`, the first of the engine's two thin waists: what every forward pass is given."""
+"""`PackedBatch`, the input of every forward pass. It is the first of the engine's two central interfaces."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,25 +16,25 @@ from engine.run.prefixes import Layout
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Where the cache has the tokens of a batch of streams, for the reference attention."""
+    """The places in the cache of the tokens of a batch of streams, for the reference attention."""
 
     layers: Sequence[Tensor | Cache8]  # of `KVCache`
     slots: Tensor  # [T] int32, each token's row of the cache
-    starts: Sequence[int]  # for each stream the number of its tokens before those of the batch
+    starts: Sequence[int]  # for each stream, the number of its tokens before this batch
     pages: Sequence[Sequence[int]]  # for each stream
-    last: None = None  # no token of the batch is foreseen
+    last: None = None  # the host knows all tokens of the batch
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Where the cache has the tokens of a batch of streams, for our kernels. Streams with one token come first."""
+    """The places in the cache of the tokens of a batch of streams, for our kernels. Streams with one token come first."""
 
     layers: Sequence[Tensor | Cache8]  # of `KVCache`
     slots: Tensor  # [T] int32, each token's row of the cache; -1 for padding
     pages: Tensor  # int32, the pages of all streams, one stream after the other
-    num_decodes: int  # the rows of streams with one token, padding included
-    items: Mapping[int | None, Tensor]  # by window: [n, 8], what the blocks of decode attention work on
-    tiles: Tensor  # [n, 4], what the blocks of attention work on for the other rows
+    num_decodes: int  # the number of rows of streams with one token, with padding
+    items: Mapping[int | None, Tensor]  # by window: [n, 8], the work items of decode attention's blocks
+    tiles: Tensor  # [n, 4], the work items of attention's blocks for the other rows
     tile_shape: Shape
     queue: Tensor  # [2], zeros, as in `PackedBatch`
     workspace: DecodeWorkspace
@@ -47,26 +47,26 @@ class PackedBatch:
 
     Parts of one int32 buffer, so that a batch reaches the device in one copy.
 
-    Where sequences share prefixes, the batch holds each prefix once, before the sequences' own tokens (`Layout`).
+    If sequences share prefixes, the batch holds each prefix once, before the sequences' own tokens (`Layout`).
     """
 
     token_ids: Tensor  # [T]
     positions: Tensor  # [T], each token's position in its sequence; a sequence's own tokens continue after a shared prefix
-    bounds: Tensor  # [T, 2], the rows [first, end) that a token may see besides a shared prefix: those of its own sequence
-    cu_seqlens: Tensor  # [B + 1], cu_seqlens[0] == 0 and cu_seqlens[-1] == T; [0] where prefixes are shared
+    bounds: Tensor  # [T, 2], the rows [first, end) of the token's own sequence. Besides, it may see a shared prefix
+    cu_seqlens: Tensor  # [B + 1], cu_seqlens[0] == 0 and cu_seqlens[-1] == T; empty if prefixes are shared
     pooled_rows: Tensor  # [B], the token that last-token or cls pooling reads
-    dimensions: Tensor  # [B], leading dimensions a vector keeps
+    dimensions: Tensor  # [B], the number of leading dimensions that a vector keeps
     normalize: Tensor  # [B], 0 or 1
-    tiles: Tensor  # [n, 2], what the blocks of our attention kernel work on; n = 0 for the reference; [n, 4] with prefixes
-    pooled_tiles: Tensor  # [B, 2 or 4], the same for the pooled rows alone
-    queue: Tensor  # [2], zeros: what blocks draw their tiles from
+    tiles: Tensor  # [n, 2], the work items of attention's blocks; n = 0 for the reference; [n, 4] with prefixes
+    pooled_tiles: Tensor  # [B, 2 or 4], the same for only the pooled rows
+    queue: Tensor  # [2], zeros: the counters from which blocks draw their tiles
     tile_shape: Shape | None  # None for the reference
-    lengths: tuple[int, ...]  # [B], on the host: the reference attention walks the sequences; of pieces with prefixes
-    prefixes: Sequence[tuple[int, int]]  # of each of them the rows that lie before it; empty where none are shared
-    spans: "tuple[PackedBatch, ...]"  # to be pooled besides; their `token_ids` are rows of this batch's hidden states
-    token_types: Tensor | None = None  # [T], 0 or 1: which text of a pair; None where the model does not tell them apart
-    cached: Cached | Paged | None = None  # None where the sequences are no streams
-    hidden: Tensor | None = None  # [T, C], what the stage before has computed; None where the pass begins with token ids
+    lengths: tuple[int, ...]  # [B], on the host, for the reference attention; with prefixes, the lengths of pieces
+    prefixes: Sequence[tuple[int, int]]  # for each piece, the rows of its prefix; empty if none are shared
+    spans: "tuple[PackedBatch, ...]"  # spans to pool, too; their `token_ids` are rows of this batch's hidden states
+    token_types: Tensor | None = None  # [T], 0 or 1: the text of a pair; None if the model has no token types
+    cached: Cached | Paged | None = None  # None if the sequences are not streams
+    hidden: Tensor | None = None  # [T, C], the result of the stage before; None if the pass begins with token ids
 
     @property
     def num_tokens(self) -> int:
@@ -74,12 +74,12 @@ class PackedBatch:
 
     @property
     def last_tokens(self) -> Tensor | None:
-        """The tokens that ids below 0 name; None where there are no such ids."""
+        """The tokens that ids below 0 stand for. None if there are no such ids."""
         return None if self.cached is None else self.cached.last
 
     @classmethod
     def of_streams(cls, token_ids: Tensor, positions: Tensor, pooled_rows: Tensor, paged: Paged) -> "PackedBatch":
-        """A batch of streams for our kernels. What else a batch has is for sequences to embed, and empty."""
+        """A batch of streams for our kernels. The other parts of a batch are for sequences to embed, so they are empty."""
         none = token_ids.new_empty(0)
         parts = {"bounds": none, "cu_seqlens": none, "dimensions": none, "normalize": none, "tiles": none, "pooled_tiles": none}
         return cls(
@@ -98,7 +98,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """How many tokens, sequences and tiles a batch has room for; decides where each part lies in the buffer."""
+    """The most tokens, sequences and tiles of a batch. They decide the place of each part in the buffer."""
 
     num_tokens: int
     num_seqs: int
@@ -108,7 +108,7 @@ class BatchShape:
     shares_prefixes: bool = False
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each part, in order. The wide ones come first: kernels read a row of them at a time."""
+        """Name and shape of each part, in order. Wide parts come first, because kernels read a row of them at a time."""
         tile = 4 if self.shares_prefixes else 2
         parts: dict[str, tuple[int, ...]] = {
             "tiles": (self.num_tiles, tile),
@@ -126,11 +126,11 @@ class BatchShape:
 
     @property
     def size(self) -> int:
-        """Numbers in the buffer."""
+        """The number of values in the buffer."""
         return sum(map(math.prod, self.parts().values()))
 
     def view(self, buffer: Tensor, layout: Layout | None = None) -> PackedBatch:
-        """The parts of a filled buffer; without its layout, for a CUDA graph, which serves many."""
+        """The parts of a filled buffer. A CUDA graph gives no layout, because it serves batches with many layouts."""
         parts: Any = {name: buffer[part].view(shape) for name, (part, shape) in places(self).items()}
         lengths, prefixes = (layout.lengths, layout.prefixes) if layout is not None else ((), ())
         return PackedBatch(**parts, tile_shape=self.tile_shape, lengths=lengths, prefixes=prefixes, spans=())
@@ -138,7 +138,7 @@ class BatchShape:
 
 @lru_cache(256)
 def places(shape: BatchShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    """Where each part lies in the buffer, and the part's shape."""
+    """The place of each part in the buffer, and its shape."""
     found, start = {}, 0
     for name, part in shape.parts().items():
         found[name] = (slice(start, start := start + math.prod(part)), part)

@@ -1,6 +1,6 @@
-"""A block of a GPU's memory that can be given back while its address stays reserved.
+"""A block of a GPU's memory. It can be given back while its address stays reserved.
 
-Tensors and CUDA graphs refer to memory by its address. So after a block has got its memory again, they work as before.
+Tensors and CUDA graphs refer to memory by its address. So they work as before once a block has memory again.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Block:
         self.size = -(-num_bytes // granularity) * granularity  # of the GPU's memory
         self._handle: Any = None
         self._address = _ask(driver.cuMemAddressReserve, self.size, 0, 0, 0)
-        # torch makes a tensor of what has this attribute. The tensor keeps the block alive.
+        # torch makes a tensor from an object with this attribute. The tensor keeps the block alive.
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,), "typestr": "|u1", "data": (int(self._address), False), "version": 3,
         }  # fmt: skip
@@ -33,11 +33,11 @@ class Block:
 
     @property
     def bytes(self) -> Tensor:
-        """[num_bytes] uint8: the block itself. Only while it has memory."""
+        """[num_bytes] uint8: the block's content. Valid only while the block has memory."""
         return torch.as_tensor(self, device=self.device)
 
     def map(self) -> None:
-        """Gives the block memory, whose content is undefined. Raises: BackendError if the GPU has too little."""
+        """Gives the block memory with undefined content. Raises: BackendError if the GPU has too little memory."""
         handle = _ask(driver.cuMemCreate, self.size, _properties(self.device.index), 0)
         try:
             _ask(driver.cuMemMap, self._address, self.size, 0, handle, 0)
@@ -75,13 +75,13 @@ def _properties(index: int) -> Any:
 
 @cache
 def _granularity(index: int) -> int:
-    """The GPU gives memory in multiples of so many bytes."""
+    """The GPU gives memory in multiples of this number of bytes."""
     kind = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
     return int(_ask(driver.cuMemGetAllocationGranularity, _properties(index), kind))
 
 
 def _ask(call: Callable[..., tuple[Any, ...]], *arguments: Any) -> Any:
-    """The result of a driver call. Raises: BackendError with the driver's name of what went wrong."""
+    """The result of a driver call. Raises: BackendError with the driver's name for the error."""
     error, *result = call(*arguments)
     if error != driver.CUresult.CUDA_SUCCESS:
         raise BackendError(f"{call.__name__} failed: {error.name}")

@@ -1,7 +1,7 @@
 """Runs forward passes on one GPU.
 
-Everything runs in order on one stream. `launch` packs into pinned memory and returns once the work is queued, so the host
-prepares a pass while the GPU computes the one before.
+All work runs in order on one stream. `launch` packs into pinned memory and returns once the work is queued. So the host prepares
+a pass while the GPU computes the pass before.
 """
 
 import logging
@@ -29,7 +29,7 @@ from engine.run.runner import output_of
 
 log = logging.getLogger(__name__)
 
-# `CudaFlight.wait` polls for the end of a pass of so few tokens. A thread that sleeps wakes up 0.05 ms late or more.
+# `CudaFlight.wait` polls for the end of passes of up to this many tokens. A thread that sleeps wakes up 0.05 ms late or more.
 _SHORT_TOKENS = 512
 _WHOLE = EmbedOptions()
 
@@ -38,9 +38,9 @@ _wreckage: list[RuntimeError] = []
 
 
 class Staging:
-    """Pinned memory and events of one pass. They serve another pass when the first has ended.
+    """Pinned memory and events of one pass. Another pass uses them after the first has ended.
 
-    Results are copied out and the block is reused, never freed: freeing pinned memory on a lost device aborts the process.
+    Results are copied out, and the memory is reused and never freed. Freeing pinned memory of a lost device aborts the process.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class Staging:
         self.end = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
     def take(self, num_values: int, dtype: torch.dtype, what: str = "") -> Tensor:
-        """Uninitialised values of one dtype; may be called once a pass for each dtype and use."""
+        """Uninitialised values of one dtype. May be called once in a pass for each dtype and use."""
         block = self._blocks.get((dtype, what))
         if block is None or block.numel() < num_values:
-            room = 1 << (num_values - 1).bit_length()  # torch would take as much in any case
+            room = 1 << (num_values - 1).bit_length()  # torch would take as much anyway
             block = self._blocks[dtype, what] = torch.empty(room, dtype=dtype, pin_memory=True)
         return block[:num_values]
 
 
 @dataclass(slots=True)
 class CudaFlight:
-    """A pass that was launched; `wait` may be called once."""
+    """A launched pass. `wait` may be called once."""
 
     host: list[Tensor]  # vectors and rows, in pinned memory
     names: tuple[OutputName, ...]
@@ -69,7 +69,7 @@ class CudaFlight:
     end: torch.cuda.Event
     is_short: bool
     devices: Sequence[torch.device]  # of all stages
-    staging: Staging | None  # None once it has gone back
+    staging: Staging | None  # None once it was given back
     idle: deque[Staging]
 
     @property
@@ -85,7 +85,7 @@ class CudaFlight:
 
     def wait(self) -> Output:
         staging, self.staging = self.staging, None
-        assert staging is not None, "the results belong to another pass once they were taken"
+        assert staging is not None, "after `wait` the memory belongs to another pass"
         with cuda_errors("a forward pass", *self.devices):
             while self.is_short and not self.end.query():  # type: ignore[no-untyped-call]
                 sleep(0)  # lets other threads have the interpreter
@@ -97,7 +97,7 @@ class CudaFlight:
 
 
 class CudaRunner:
-    """Not thread-safe, except that flights may be waited for in any thread."""
+    """Runs passes on one GPU. Not thread-safe, except that any thread may wait for flights."""
 
     passes_in_flight, num_stages = 2, 1
 
@@ -107,8 +107,8 @@ class CudaRunner:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.graphs = Graphs(Capturer(network, device, self._stream))
         self._idle = deque[Staging]()
-        self.max_graph_tokens = 0  # until `tune` has found where graphs pay
-        self.longest_input: int | None = None  # tokens of the longest input that fits beside the rest, once `tune` has tried
+        self.max_graph_tokens = 0  # `tune` finds the sizes for which graphs pay
+        self.longest_input: int | None = None  # tokens of the longest input that fits into memory; `tune` finds it
 
     def launch(
         self,
@@ -150,7 +150,7 @@ class CudaRunner:
         return CudaFlight(host, outputs, heads, sequences, options, staging.end, is_short, self._devices, staging, self._idle)
 
     def _run_before(self, shape: BatchShape, layout: Layout, filled: Tensor) -> Tensor | None:
-        """Queues the stages before this one, which a pipeline has (`engine/run/cuda_embedding.py`).
+        """Queues the earlier stages of a pipeline (`engine/run/cuda_embedding.py`).
 
         Returns: the hidden states [T, C] that the pass begins with, if any.
         """
@@ -170,10 +170,10 @@ def _to_host(results: Sequence[Tensor], staging: Staging) -> list[Tensor]:
 
 @contextmanager
 def cuda_errors(what: str, *devices: torch.device) -> Iterator[None]:
-    """Turn torch's errors into ours. Whether the devices have survived is found by asking each of them."""
+    """Turn torch's errors into ours. A trial call on each device shows whether it can still be used."""
     try:
         yield
-    except torch.OutOfMemoryError as error:  # torch has given back its own unused memory before
+    except torch.OutOfMemoryError as error:  # torch has already given back its unused memory
         raise OutOfMemory(f"{what} does not fit into GPU memory: {error}") from error
     except RuntimeError as error:
         try:
@@ -182,7 +182,7 @@ def cuda_errors(what: str, *devices: torch.device) -> Iterator[None]:
         except RuntimeError as sticky:
             _wreckage.append(error)
             raise DeviceLost(f"the GPU can no longer be used after {what}: {sticky}") from error
-        if "ALLOC_FAILED" in str(error):  # a library's own allocation, for which torch gives nothing back
+        if "ALLOC_FAILED" in str(error):  # a library's own allocation, for which torch gives back no memory
             with suppress(RuntimeError):  # not while a graph is captured
                 torch.cuda.empty_cache()
             raise OutOfMemory(f"{what} does not fit into GPU memory: {error}") from error

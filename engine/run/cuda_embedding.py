@@ -1,8 +1,8 @@
-"""Runs passes of texts to embed over stages on several GPUs of this process. The last stage is a `CudaRunner`.
+"""Runs passes of texts to embed through stages on several GPUs of this process. The last stage is a `CudaRunner`.
 
-As in `engine/run/cuda_pipeline.py`, one thread queues a pass on all stages, and CUDA events order the stages: while the last
-stage computes a pass, the stages before it compute the next ones. There are no CUDA graphs: a pass of a model that needs several
-GPUs takes longer than its launch.
+As in `engine/run/cuda_pipeline.py`, one thread queues a pass on all stages, and CUDA events order the stages. While the last
+stage computes a pass, the earlier stages compute the next passes. There are no CUDA graphs: if a model needs several GPUs, a pass
+takes longer than its launch.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class EmbeddingStage:
 
         Args:
             filled: the batch, in pinned memory.
-            hidden: [T, C] on this device, of the stage before; `after` is the event of their arrival.
+            hidden: [T, C] on this device, from the stage before. `after` is the event of their arrival.
         Returns: the hidden states [T, C] on the next stage's device, and the event of their arrival.
         """
         with torch.cuda.stream(self._stream):
@@ -45,14 +45,14 @@ class EmbeddingStage:
 
 
 class EmbeddingPipeline(CudaRunner):
-    """Not thread-safe, except that flights may be waited for in any thread."""
+    """Runs passes on several GPUs. Not thread-safe, except that any thread may wait for flights."""
 
     def __init__(self, earlier: Sequence[Model], network: Network, packer: BatchPacker, devices: Sequence[torch.device]) -> None:
         """
         Args:
-            earlier: the models of all stages but the last, whose model `network` has.
-            packer: its tiles must suit all devices.
-            devices: of each stage.
+            earlier: the models of all stages except the last one, whose model is in `network`.
+            packer: its tiles must fit all devices.
+            devices: the device of each stage.
         """
         super().__init__(network, packer, devices[-1])
         self._devices = tuple(devices)

@@ -1,11 +1,12 @@
-"""Runs passes of streams over stages on several GPUs of this process. The last stage is a `StreamRunner`.
+"""Runs passes of streams through stages on several GPUs of this process. The last stage is a `StreamRunner`.
 
-One thread queues a pass on all stages. Each stage has a stream, on which its passes run in order, and CUDA events order the
-stages: a stage waits for the hidden states of the stage before. So while the last stage computes a pass, the stages before it
-compute the next ones, which are of other streams (`Streams.run_ahead`). Copies between GPUs run beside both GPUs' passes.
+One thread queues a pass on all stages. Each stage has a CUDA stream on which its passes run in order. CUDA events order the
+stages: a stage waits for the hidden states of the stage before. So while the last stage computes a pass, the earlier stages
+compute the next passes, which belong to other streams (`Streams.run_ahead`). Copies between GPUs run beside the passes of both.
 
-The last stage chooses tokens, and the first stage looks them up. So after each pass the table of last tokens is copied to the
-first stage. A pass with foreseen tokens waits for the copy after the pass that chose them, and for no later one.
+The last stage chooses tokens, and the first stage reads them. So after each pass the table of last tokens is copied to the first
+stage. A pass may have tokens that the host does not know yet. Such a pass waits for the copy after the pass that chose them, and
+for no later copy.
 """
 
 from collections import deque
@@ -25,12 +26,12 @@ from engine.run.kv_cache import KVCache
 from engine.run.network import Network
 from engine.run.streams import MOST_GRAPH_ROWS, Laid, StreamPacker, StreamShape
 
-# Passes whose copies of last tokens are remembered. A pass before these has ended: fewer are in flight.
+# The number of last passes whose copies of last tokens are remembered. Earlier passes have ended, because fewer are in flight.
 _REMEMBERED = 16
 
 
 class Link:
-    """Copies tensors from one GPU to another, in streams of its own."""
+    """Copies tensors from one GPU to another on its own CUDA streams."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self._target = target
@@ -38,17 +39,17 @@ class Link:
         self._copying = self._in if source == target else self._out
 
     def send(self, tensor: Tensor, computing: torch.cuda.Stream, to: Tensor | None = None) -> tuple[Tensor, torch.cuda.Event]:
-        """Queues a copy of what `computing` has queued to compute.
+        """Queues a copy of a tensor that `computing` has queued to compute.
 
         Args:
-            to: where to; None makes a tensor.
+            to: the target; None makes a tensor.
         Returns: the copy, and the event after which both tensors may be used.
         """
         computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         computed.record(computing)
         self._out.wait_event(computed)
-        self._in.wait_event(computed)  # between two stages of one GPU, torch copies in this stream
-        # torch runs the copy in the source's current stream, and lets the target's current stream wait for the copy's end.
+        self._in.wait_event(computed)  # between two stages on one GPU, torch copies on this stream
+        # torch runs the copy on the source's current stream, and the target's current stream waits for the copy's end.
         with torch.cuda.stream(self._out), torch.cuda.stream(self._in):
             copied = torch.empty_like(tensor, device=self._target) if to is None else to
             copied.copy_(tensor, non_blocking=True)
@@ -59,11 +60,11 @@ class Link:
 
 
 def receive(stream: torch.cuda.Stream, hidden: Tensor | None, arrived: torch.cuda.Event | None) -> None:
-    """Lets what a stage queues from now on read the hidden states of the stage before.
+    """Lets the stage's later work read the hidden states of the stage before.
 
     Args:
-        stream: the stage's.
-        hidden: [T, C] on the stage's device, whose memory is kept until the stream has read it; None for the first stage.
+        stream: the stage's CUDA stream.
+        hidden: [T, C] on the stage's device. Its memory is kept until the stream has read it. None for the first stage.
         arrived: the event that the stream waits for, if any.
     """
     if arrived is not None:
@@ -73,7 +74,7 @@ def receive(stream: torch.cuda.Stream, hidden: Tensor | None, arrived: torch.cud
 
 
 def used_in(tensor: Tensor, stream: torch.cuda.Stream) -> None:
-    """Keeps the tensor's memory from other uses until the stream has come so far."""
+    """Keeps the tensor's memory from other uses until the stream has reached this point."""
     tensor.record_stream(stream)
 
 
@@ -84,7 +85,7 @@ class EarlierStage:
         """
         Args:
             link: to the next stage.
-            last: [num_pages] int32, the last tokens, which the first stage looks up.
+            last: [num_pages] int32, the last tokens, which the first stage reads.
         """
         self.packer, self.device, self.last = packer, cache.device, last
         self._model, self._cache, self._link = model, cache, link
@@ -94,7 +95,7 @@ class EarlierStage:
         self._buffer = torch.zeros(0, dtype=torch.int32, device=self.device)  # of all graphs
         self._input: Tensor | None = None  # of all graphs, [most tokens, C]; None for the first stage
         self._output: Tensor | None = None  # of all graphs, [most tokens, C]
-        self._sent: torch.cuda.Event | None = None  # after which `_output` may be overwritten
+        self._sent: torch.cuda.Event | None = None  # `_output` may be overwritten after this event
 
     def run(
         self,
@@ -109,7 +110,7 @@ class EarlierStage:
         Args:
             filled: the batch, in pinned memory.
             graph: None for an eager pass.
-            hidden: [T, C] on this device, of the stage before.
+            hidden: [T, C] on this device, from the stage before.
             after: the event that this pass waits for.
         Returns: the hidden states [T, C] on the next stage's device, and the event of their arrival.
         """
@@ -132,7 +133,7 @@ class EarlierStage:
             return sent, arrived
 
     def capture(self, shape: StreamShape, eager_first: bool) -> Replayed:
-        """A graph of a pass over `_buffer`. Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
+        """A graph of a pass over `_buffer`. Raises: RuntimeError, or its subclass torch.OutOfMemoryError."""
         with torch.inference_mode(), torch.cuda.device(self.device):
             if eager_first:  # a capture can neither compile kernels nor load a library's
                 with torch.cuda.stream(self._stream):
@@ -148,7 +149,7 @@ class EarlierStage:
             return self._pool.capture(compute, new_thread=not eager_first)
 
     def prepare_graphs(self, room: int, num_tokens: int, hidden_size: int, dtype: torch.dtype, is_first: bool) -> None:
-        """Set aside what all graphs share: a buffer of `room` numbers, and the hidden states of `num_tokens` tokens."""
+        """Reserve the memory that all graphs share: a buffer of `room` values, and the hidden states of `num_tokens` tokens."""
         with torch.inference_mode():
             self._buffer = torch.zeros(room, dtype=torch.int32, device=self.device)
             self._output = torch.zeros(num_tokens, hidden_size, dtype=dtype, device=self.device)
@@ -172,28 +173,28 @@ class EarlierStage:
 
 @dataclass(frozen=True, slots=True)
 class PipelineGraph:
-    """A captured pass: the graphs of the earlier stages, and the last stage's."""
+    """A captured pass: the graphs of the earlier stages, and the graph of the last stage."""
 
     earlier: tuple[Replayed, ...]
     last: Replayed
 
     def replay(self) -> None:
-        """The last stage's part."""
+        """Replay the last stage's graph."""
         self.last.replay()
 
 
 class CudaPipeline(StreamRunner):
-    """Not thread-safe, except that flights may be waited for in any thread."""
+    """Runs passes of streams on several GPUs. Not thread-safe, except that any thread may wait for flights."""
 
-    speculation_rows = 0  # the stages compute at a time if streams run ahead
+    speculation_rows = 0  # streams run ahead instead, so that the stages compute at the same time
 
     def __init__(
         self, models: Sequence[Model], network: Network, packers: Sequence[StreamPacker], caches: Sequence[KVCache]
     ) -> None:
         """
         Args:
-            models: of all stages but the last, whose model `network` has.
-            packers, caches: of each stage.
+            models: the models of all stages except the last one, whose model is in `network`.
+            packers, caches: those of each stage.
         """
         super().__init__(network, packers[-1], caches[-1], caches[-1].device)
         self.num_stages = len(caches)
@@ -205,8 +206,10 @@ class CudaPipeline(StreamRunner):
         ]
         self._back = Link(devices[-1], devices[0])
         self._input: Tensor | None = None  # of all graphs, [most tokens, C]
-        self._number = 0  # of passes so far
-        self._chosen_by = np.zeros(caches[0].num_pages, np.int64)  # by page, the number of the pass that chose its last token
+        self._number = 0  # the number of passes so far
+        self._chosen_by = np.zeros(
+            caches[0].num_pages, np.int64
+        )  # for each page, the number of the pass that chose its last token
         self._copied: deque[tuple[int, torch.cuda.Event]] = deque(
             maxlen=_REMEMBERED
         )  # (number, its tokens are at the first stage)
@@ -221,7 +224,7 @@ class CudaPipeline(StreamRunner):
         hidden, arrived = None, self._foreseen(laid)
         for index, (stage, its_graph) in enumerate(zip(self._earlier, graphs, strict=True)):
             its_shape, its_filled = shape, filled
-            if stage.packer != self.packer:  # unlike GPUs divide the work of attention differently
+            if stage.packer != self.packer:  # different GPUs divide the work of attention differently
                 its_shape = stage.packer.like(shape)
                 its_filled = staging.take(its_shape.size + len(laid.pages), torch.int32, f"stage {index}")
                 stage.packer.fill(its_filled.numpy(), its_shape, laid)
@@ -233,7 +236,7 @@ class CudaPipeline(StreamRunner):
         return hidden
 
     def _foreseen(self, laid: Laid) -> torch.cuda.Event | None:
-        """The event after which the first stage has all tokens that this pass foresees; None where it foresees none."""
+        """The event after which the first stage has this pass's tokens that the host does not know. None if there are none."""
         pages = laid.foreseen_pages
         if not len(pages):
             return None

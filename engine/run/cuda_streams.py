@@ -1,7 +1,7 @@
-"""Runs passes of streams on one GPU: prompts in chunks, and a token of each stream.
+"""Runs passes of streams on one GPU: chunks of prompts, and one token of each stream.
 
-Everything runs in order on one stream. A pass leaves the chosen tokens on the device, where the next pass finds them. So the
-next pass is launched before these tokens are on the host.
+All work runs in order on one CUDA stream. A pass leaves the chosen tokens on the device, and the next pass reads them there. So
+the next pass is launched before these tokens are on the host.
 """
 
 from collections import deque
@@ -41,22 +41,22 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
-# Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
+# The most pages of the streams of a pass that runs as a graph. A pass with more pages runs without a graph.
 MOST_PAGES = 32_768
 
 
 @dataclass(slots=True)
 class Extra:
-    """What the plain torch operations have chosen and scored. n = rows that need more than the sampler's kernel."""
+    """The tokens and scores of plain torch operations. n = rows that need more than the sampler's kernel."""
 
-    indices: list[int]  # of these rows among those that choose a token
-    sampled: Tensor  # [n, 4], as `kernels.sample` gives it
-    logprobs: Tensor  # [n] float32, of the chosen tokens
+    indices: list[int]  # the indices of these rows among the rows that choose a token
+    sampled: Tensor  # [n, 4], in the form of `kernels.sample`
+    logprobs: Tensor  # [n] float32, the log-probabilities of the chosen tokens
     top: tuple[Tensor, Tensor]  # [n, most]: ids and log-probabilities of the likeliest tokens
     named: list[Tensor | None]  # log-probabilities of `SamplingOptions.logprobs_of`
 
     def add_to(self, tokens: list[Token | None], rows: Sequence[Row]) -> None:
-        """Put these tokens in the place of what the kernel has chosen without masks, bias and penalties."""
+        """Replace the kernel's tokens, which were chosen without masks, bias and penalties."""
         chosen = tokens_of(self.sampled.cpu().numpy(), [rows[index] for index in self.indices])
         columns = self.logprobs.tolist(), *(each.tolist() for each in self.top), self.named
         for index, token, logprob, ids, values, named in zip(self.indices, chosen, *columns, strict=True):
@@ -71,10 +71,10 @@ class Extra:
 
 @dataclass(slots=True)
 class StreamFlight:
-    """A pass that was launched; `wait` may be called once."""
+    """A launched pass. `wait` may be called once."""
 
     sampled: Tensor  # [rows, 4], in pinned memory
-    num_together: int  # the first rows, of the streams of a cohort
+    num_together: int  # the number of the first rows, which are the streams of a cohort
     picks: NDArray[np.int32]  # the other rows that choose a token
     chosen: list[Row]
     extra: Extra | None
@@ -109,10 +109,10 @@ class StreamFlight:
 
 
 class StreamRunner:
-    """Not thread-safe, except that flights may be waited for in any thread."""
+    """Runs passes of streams on one GPU. Not thread-safe, except that any thread may wait for flights."""
 
     passes_in_flight, num_stages = 2, 1
-    speculation_rows = 64  # as for one row, the weights are read once
+    speculation_rows = 64  # up to this many rows a pass takes as long as one row: the weights are read once
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"
@@ -128,7 +128,7 @@ class StreamRunner:
         self._buffer = torch.zeros(0, dtype=torch.int32, device=device)  # of all graphs
         self._sampled = torch.zeros(MOST_GRAPH_ROWS, 4, dtype=torch.int32, device=device)  # of all graphs
         self._hidden: Tensor | None = None  # of all graphs, [MOST_GRAPH_ROWS, C]
-        self.max_graph_tokens = 0  # until `tune_streams` has found where graphs pay
+        self.max_graph_tokens = 0  # `tune_streams` finds the sizes for which graphs pay
 
     def launch(
         self,
@@ -139,7 +139,7 @@ class StreamRunner:
         together: CohortPass | None = None,
     ) -> StreamFlight:
         """Queue one pass over the streams of a cohort and the pieces. Raises: OutOfMemory, BackendError, DeviceLost."""
-        assert not sequences, "a model that generates gets pieces alone"
+        assert not sequences, "a generation model gets only pieces"
         laid = Laid(pieces, together)
         is_scored = any(piece.scored is not None for piece in pieces)
         graphed = laid.num_tokens <= self.max_graph_tokens and len(laid.pages) <= MOST_PAGES and not is_scored
@@ -186,7 +186,7 @@ class StreamRunner:
         return None
 
     def _chosen(self, laid: Laid) -> None:
-        """The pass's tokens are queued to be chosen."""
+        """Called when the choice of the pass's tokens is queued."""
 
     def _graph_input(self, shape: StreamShape) -> Tensor | None:
         """The place of the hidden states [T, C] that graphs of this shape begin with, if any."""
@@ -207,7 +207,7 @@ class StreamRunner:
         """The hidden states [rows, C], the chosen tokens [rows, 4], and the scores of prompts.
 
         Args:
-            scored: all pieces of the pass, if one of them is scored. They come behind the `num_together` tokens of a cohort.
+            scored: all pieces of the pass, if one of them is scored. They come after the `num_together` tokens of a cohort.
         """
         workspace = self._workspace
         if shape.num_items > len(workspace.counters):
@@ -224,14 +224,14 @@ class StreamRunner:
         return hidden, kernels.sample(self._head.narrow(hidden), choices, self._last), scores
 
     def _capture(self, key: Key, eager_first: bool) -> Replayed:
-        """A pass over `_buffer`. Its results go to `_hidden` and `_sampled`.
+        """Captures a pass over `_buffer`. Its results go to `_hidden` and `_sampled`.
 
-        Raises: RuntimeError, of which torch's OutOfMemoryError is one.
+        Raises: RuntimeError, or its subclass torch.OutOfMemoryError.
         """
         shape, _ = key
         with torch.inference_mode(), torch.cuda.device(self._device):
             room = shape.size + MOST_PAGES
-            if len(self._buffer) < room:  # graphs made before keep the smaller buffer: they would read another one
+            if len(self._buffer) < room:  # a larger buffer would be another one, and earlier graphs would read the old one
                 raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
             if eager_first:  # a capture can neither compile kernels nor load a library's
                 with torch.cuda.stream(self._stream):
@@ -255,7 +255,7 @@ class StreamRunner:
         return buffer
 
     def prepare_graphs(self, largest: Sequence[StreamShape], hidden_size: int, dtype: torch.dtype) -> None:
-        """Set aside what all graphs share. `largest`: the shapes of which one needs the largest buffer."""
+        """Reserve the memory that all graphs share. `largest`: one of these shapes needs the largest buffer."""
         room = max(shape.size for shape in largest) + MOST_PAGES
         with torch.inference_mode():
             self._buffer = torch.zeros(room, dtype=torch.int32, device=self._device)
@@ -264,7 +264,7 @@ class StreamRunner:
     def _extra(
         self, hidden: Tensor, shape: StreamShape, filled: Tensor, picks: NDArray[np.int32], chosen: Sequence[Row]
     ) -> Extra | None:
-        """Choose again for rows with masks, bias or penalties; score the rows that ask for more than their token's."""
+        """Choose again for rows with masks, bias or penalties. Score the rows that ask for more than their token's score."""
         indices = [index for index, row in enumerate(chosen) if _needs_more(row)]
         if not indices:
             return None
@@ -294,7 +294,7 @@ class StreamRunner:
 
 
 def fill_padding(buffer: Tensor, shape: StreamShape) -> None:
-    """Makes a buffer of zeros a batch without streams: nothing is stored."""
+    """Turns a buffer of zeros into a batch without streams, which stores nothing in the cache."""
     for part, column in (("slots", slice(None)), ("choices", (slice(None), SLOT))):
         shape.part(buffer, part)[column] = -1
 
@@ -306,7 +306,7 @@ def _needs_more(row: Row) -> bool:
 
 
 def tokens_of(sampled: NDArray[np.int32], rows: Sequence[Row]) -> list[Token | None]:
-    """The chosen tokens; None where the logits are not finite. [n, 4] as `kernels.sample` gives it."""
+    """The chosen tokens. None for rows whose logits are not finite. `sampled`: [n, 4] in the form of `kernels.sample`."""
     ids, finite = sampled[:, 0].tolist(), sampled[:, 1]
     if finite.all() and all(row.options.logprobs is None for row in rows):
         return [token_of(each) for each in ids]

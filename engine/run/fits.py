@@ -1,4 +1,4 @@
-"""What a replica is expected to take, and whether a model that generates fits into a GPU's free memory."""
+"""Computes the expected memory of a replica, and checks that a generation model fits into a GPU's free memory."""
 
 import torch
 
@@ -11,14 +11,14 @@ from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, in_8_b
 
 
 def pass_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None) -> int:
-    """What passes take besides weights and cache."""
+    """The bytes that passes take besides weights and cache."""
     return footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
 
 
 def planned_bytes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None, cache_tokens: int | None
 ) -> int:
-    """What a plan counts for a replica: of a GPU's memory as torch reports it, or of the host's memory as the system does."""
+    """The bytes that a plan counts for a replica: GPU memory by torch's count, or host memory by the system's count."""
     needs = footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens)
     return needs.total if device.type == "cpu" else needs.reserved
 
@@ -31,7 +31,7 @@ def check_generator_fits(
     max_batch_tokens: int | None,
     cache_tokens: int | None,
 ) -> None:
-    """Weights, passes and the cache: of one page at least, or of `cache_tokens`. Does nothing for a CPU.
+    """Check the memory for weights, passes and the cache of `cache_tokens`, or of one page. Does nothing for a CPU.
 
     Raises: ModelError with the numbers and the ways out.
     """
@@ -47,12 +47,12 @@ def check_generator_fits(
     if fewer < PAGE_SIZE:
         way_out = "lower max_batch_tokens"
     elif fewer < config.max_input_length:
-        way_out += ", which shortens the context to as many"
+        way_out += ", which shortens the context to that number"
     raise ModelError(
         f"{model} needs {_gib(needs.reserved + KERNEL_BYTES)} on {device}, which has {_gib(free)} free: {_gib(needs.weights)} of "
         f"weights in this dtype, {_gib(needs.of_passes + KERNEL_BYTES)} for passes of {max_batch_tokens or MOST_STREAM_TOKENS:,} "
         f"tokens, and {_gib(needs.cache)} for a cache of {cache_tokens or PAGE_SIZE:,} tokens; {way_out}, free memory on this "
-        f"GPU, take another GPU, or a smaller dtype or model{'' if in_8_bits(config) else ', or kv_cache_dtype fp8'}"
+        f"GPU, use another GPU, or a smaller dtype or model{'' if in_8_bits(config) else ', or kv_cache_dtype fp8'}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A forward pass on its way through the device, and its output."""
+"""A launched forward pass, and its output."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,25 +16,25 @@ NOTHING_CHOSEN: NDArray[np.int32] = np.empty((0, 4), dtype=np.int32)
 
 
 class Ragged(Protocol):
-    """An array for each sequence of a pass, by the sequence's row."""
+    """One array for each sequence of a pass, by the sequence's row."""
 
     def __getitem__(self, row: int, /) -> NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The output of one forward pass, on the host. The second of the engine's two thin waists."""
+    """The output of one forward pass, on the host. It is the second of the engine's two central interfaces."""
 
-    # [B, embedding_size]: pooled, cut to a sequence's dimensions (zeros follow), normalised; or all NaN. B counts the sequences,
-    # or the pieces that end one.
+    # [B, embedding_size]: pooled, cut to the sequence's dimensions (zeros follow), and normalised; or all NaN. B is the number of
+    # sequences, or of pieces that end a sequence.
     vectors: Vectors
-    ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # what requests ask for besides vectors
-    device_s: float = 0.0  # seconds that the device took, by its own clock; 0 where nobody measured
-    # The next token of each stream that got one, in the order of the pass; None where the logits are not finite.
+    ragged: Mapping[OutputName, Ragged] = field(default_factory=dict)  # other outputs that requests ask for
+    device_s: float = 0.0  # seconds that the device took, by its own clock; 0 if not measured
+    # The next token of each stream that got one, in the order of the pass. None if the logits are not finite.
     tokens: Sequence[Token | None] = ()
-    # [n, 4]: what was chosen for the streams of a cohort, as `kernels.sample` gives it.
+    # [n, 4]: the chosen tokens of a cohort's streams, in the form of `kernels.sample`.
     together: NDArray[np.int32] = field(default_factory=lambda: NOTHING_CHOSEN)
-    # The scored tokens of each piece that asks for them, in the order of the pass; None where the logits are not finite.
+    # The scored tokens of each piece that asks for them, in the order of the pass. None if the logits are not finite.
     scores: Sequence[Sequence[Token] | None] = ()
 
     @property
@@ -44,7 +44,7 @@ class Output:
 
 
 class Flight(Protocol):
-    """What `launch` returns: a pass that may still be running."""
+    """The result of `launch`: a pass that may still be running."""
 
     @property
     def done(self) -> bool:
@@ -52,17 +52,17 @@ class Flight(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Return when the pass has ended, well or not."""
+        """Return when the pass has ended or failed."""
         ...
 
     def wait(self) -> Output:
-        """Wait for the output. Raises: BackendError when this pass failed, DeviceLost when every further one would."""
+        """Wait for the output. Raises: BackendError if this pass has failed, DeviceLost if later passes would fail, too."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The flight of a pass that had ended when `launch` returned: a pass on the CPU."""
+    """The flight of a pass that has ended when `launch` returns, as on the CPU."""
 
     output: Output
     done: bool = True

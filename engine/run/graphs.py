@@ -1,6 +1,6 @@
-"""CUDA graphs of whole forward passes: captured at load, or beside eager passes, never while a request waits for the capture.
+"""CUDA graphs of whole forward passes. They are captured at load or beside eager passes, so no request waits for a capture.
 
-All graphs share one memory pool and one place for results. They run one after the other on one stream, and the results of a
+All graphs share one memory pool and one place for results. They run one after another on one stream, and the results of a
 pass are copied out before the next pass begins.
 """
 
@@ -24,7 +24,7 @@ from engine.run.network import Network, Results
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 160
-# Seconds that the captures at load may take. What is left is captured when a batch of its shape has come.
+# The most seconds of the captures at load. Other shapes are captured after a batch of the shape has come.
 MOST_CAPTURE_S = 2.0
 
 Heads = tuple[OutputHead, ...]
@@ -60,10 +60,10 @@ class Graph:
 
 
 class Graphs(Generic[K, G]):
-    """The graphs of one runner. The thread that launches calls `find` and `want`; later captures have a thread of their own."""
+    """The graphs of one runner. The launching thread calls `find` and `want`. Another thread does later captures."""
 
     def __init__(self, capture: Callable[[K, bool], G], most: int = MAX_GRAPHS) -> None:
-        """`capture` makes a graph; its second argument says whether to run the pass eagerly first."""
+        """`capture` makes a graph. Its second argument tells it to run the pass eagerly first."""
         self._capture, self._most = capture, most
         self._graphs: dict[K, G] = {}
         self._given_up: set[K] = set()
@@ -82,7 +82,7 @@ class Graphs(Generic[K, G]):
         return key in self._graphs or (key not in self._given_up and len(self._graphs) < self._most)
 
     def capture_all(self, keys: Iterable[K], most_s: float = MOST_CAPTURE_S) -> None:
-        """Capture these in order, as many as the time allows."""
+        """Capture these shapes in order, until the time is up."""
         start = perf_counter()
         for key in keys:
             if perf_counter() - start > most_s or len(self._graphs) >= self._most:
@@ -90,18 +90,18 @@ class Graphs(Generic[K, G]):
             self._try(key, eager_first=True)
 
     def want(self, key: K) -> None:
-        """Capture this beside the passes to come. A pass of the shape has just run eagerly, so its kernels are loaded."""
+        """Capture this shape beside later passes. A pass of the shape has just run eagerly, so its kernels are loaded."""
         with self._lock:
             if key in self._wanted or not self.may_have(key):
                 return
             self._wanted.append(key)
             if self._thread is None:
-                # No daemon: a process that ends while a graph is captured would be aborted by torch.
+                # Not a daemon: torch would abort a process that ends while a graph is captured.
                 self._thread = threading.Thread(target=self._capture_wanted, name="engine-graphs")
                 self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being captured."""
+        """Return when no capture is under way."""
         if (thread := self._thread) is not None:
             thread.join()
 
@@ -117,10 +117,10 @@ class Graphs(Generic[K, G]):
                 self._wanted.remove(key)
 
     def _try(self, key: K, eager_first: bool) -> None:
-        """A capture that fails costs its shape the graph and nothing else."""
+        """Capture a graph. If the capture fails, the shape has no graph, and nothing else changes."""
         try:
             self._graphs[key] = self._capture(key, eager_first)
-        except Exception as error:  # for memory, or whatever the driver refuses to capture
+        except Exception as error:  # too little memory, or work that the driver cannot capture
             self._given_up.add(key)
             shape = key[0]
             log.warning("no CUDA graph for %d tokens of %d sequences: %s", shape.num_tokens, shape.num_seqs, error)
@@ -131,22 +131,22 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # A stream for captures alone. torch 2.13 frees a stream's cuBLAS workspace when any graph captured on the stream dies
-        # (pytorch#193402); taken during a capture, the workspace lies in the graphs' own pool. And pinned memory that is freed
-        # during a capture has an event recorded on the stream of the passes, not in the graph.
+        # This stream is only for captures. torch 2.13 frees a stream's cuBLAS workspace when any graph captured on the stream
+        # dies (pytorch#193402). A workspace taken during a capture is in the graphs' own pool. And for pinned memory that is
+        # freed during a capture, an event is recorded on the stream of the passes, not in the graph.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, compute: Callable[[], None], new_thread: bool) -> torch.cuda.CUDAGraph:
         """A graph of what `compute` launches. `new_thread`: this thread may have launched nothing before.
 
-        Raises: RuntimeError, of which torch's OutOfMemoryError is one.
+        Raises: RuntimeError, or its subclass torch.OutOfMemoryError.
         """
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), self._stream:
-            if new_thread:  # a capture cannot make a cuBLAS handle, and each thread has its own
+            if new_thread:  # each thread has its own cuBLAS handle, and a capture cannot make one
                 self._stream.query()  # so that the thread has a CUDA context
                 torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
-            # Not torch.cuda.graph: it empties the allocator's cache, and so gives back what `tune` has set aside.
+            # torch.cuda.graph is not used: it empties the allocator's cache, and so gives back the memory reserved by `tune`.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 compute()
@@ -162,15 +162,16 @@ class Capturer:
     """Captures passes of one network on one device."""
 
     def __init__(self, network: Network, device: torch.device, passes: torch.cuda.Stream) -> None:
-        """`passes`: the stream that passes run on."""
+        """`passes`: the CUDA stream of the passes."""
         self._network, self._device, self._passes = network, device, passes
         self._pool, self._results = GraphPool(device), torch.empty(0, device=device)
 
     def __call__(self, key: Key, eager_first: bool) -> Graph:
-        """Raises: RuntimeError, of which torch's OutOfMemoryError is one."""
+        """The captured pass. Raises: RuntimeError, or its subclass torch.OutOfMemoryError."""
         shape, heads = key
         with torch.inference_mode(), torch.cuda.device(self._device):
-            # Not `with self._passes`: the stream itself keeps what it returns to, and the thread of the passes is in there, too.
+            # `with self._passes` is not used: the stream object itself remembers the stream to return to, and the passes' thread
+            # uses the same object.
             with torch.cuda.stream(self._passes):
                 buffer = torch.zeros(shape.size, dtype=torch.int32, device=self._device)  # a batch of padding
                 batch = shape.view(buffer)
@@ -179,7 +180,7 @@ class Capturer:
                 vectors, rows = self._place(shape, heads)
 
             def compute() -> None:
-                # Nothing captured is kept: it would split the memory that the next graph needs whole.
+                # No captured tensor is kept: it would split the memory that the next graph needs in one piece.
                 captured_vectors, captured_rows = self._network(batch, heads)
                 vectors.copy_(captured_vectors)
                 for row, captured in zip(rows, captured_rows, strict=True):
@@ -189,7 +190,7 @@ class Capturer:
         return Graph(graph, buffer, (vectors, rows))
 
     def _place(self, shape: BatchShape, heads: Heads) -> Results:
-        """The place for a graph's results. Graphs made before a larger one keep the smaller place."""
+        """The place for a graph's results. Graphs made before a larger graph keep the smaller place."""
         shapes = self._network.result_shapes(shape, heads)
         sizes = [rows * columns for rows, columns in shapes]
         if self._results.numel() < sum(sizes):
@@ -201,7 +202,7 @@ class Capturer:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's collector may free a graph of an engine that is gone. During a capture that would end the capture."""
+    """Stops Python's garbage collector. It could free a graph of an earlier engine, which would break a capture under way."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The cache of keys and values: for each layer, pages of the tokens that passes have computed."""
+"""The KV cache: for each layer, pages with the keys and values of computed tokens."""
 
 import psutil
 import torch
@@ -16,7 +16,7 @@ PAGE_SIZE = 128  # tokens: the block of keys that the attention kernels walk
 # The default size of the cache is 16 whole contexts. On a CPU it takes at most a quarter of the free memory.
 _CONTEXTS = 16
 _FREE_SHARE = 4
-# Left free of a GPU: kernels that CUDA loads after the weights.
+# This much of a GPU stays free, for kernels that CUDA loads after the weights.
 KERNEL_BYTES = 512 << 20
 
 
@@ -29,7 +29,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device, sleeper: Sleeper | None = None
     ) -> None:
-        """`sleeper`: of an engine that frees its cache when it sleeps."""
+        """`sleeper`: for an engine that frees its cache when it sleeps."""
         self.device, self.num_pages = device, whole_pages(num_tokens) // PAGE_SIZE
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
         empty = torch.empty if sleeper is None else sleeper.empty
@@ -41,12 +41,12 @@ class KVCache:
 
 
 def whole_pages(num_tokens: int) -> int:
-    """The tokens of the pages that hold so many."""
+    """`num_tokens` rounded up to whole pages."""
     return -(-num_tokens // PAGE_SIZE) * PAGE_SIZE
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """`dtype` is the one that the model computes in. In 8 bits, a head has a byte for its scale besides."""
+    """Bytes of a token's keys and values. `dtype` is the model's compute dtype. In 8 bits each head's scale is another byte."""
     of_head = config.head_dim + 1 if in_8_bits(config) else config.head_dim * dtype.itemsize
     return 2 * len(config.layers) * config.n_kv_heads * of_head
 
@@ -57,20 +57,20 @@ def in_8_bits(config: ModelConfig) -> bool:
 
 
 def most_default_tokens(config: ModelConfig) -> int:
-    """The size of the cache where there is memory enough."""
+    """The default size of the cache if there is enough memory."""
     return _CONTEXTS * config.max_input_length
 
 
 def default_tokens(config: ModelConfig, dtype: torch.dtype, device: torch.device = _CPU, pass_bytes: int = 0) -> int:
-    """The size of the cache where nobody says one; to be called with the weights loaded.
+    """The default size of the cache. Call it after the weights are loaded.
 
-    A CPU's cache may grow into a quarter of the memory that is free now: the system gives a page of memory when it is first
-    written. A GPU's cache is allocated at once, and may take all that passes leave of the free memory.
+    On a CPU the cache may take a quarter of the free memory. The system gives this memory only when it is written. On a GPU the
+    cache is allocated at once, and may take all free memory except that of passes.
 
     Args:
-        dtype: the one that the model computes in.
+        dtype: the model's compute dtype.
         pass_bytes: bytes of GPU memory that passes will take: `Footprint.of_passes`.
-    Raises: ModelError with the numbers, where a GPU has no memory for a single page.
+    Raises: ModelError with the numbers if a GPU has no memory for a single page.
     """
     per_token, most = bytes_per_token(config, dtype), most_default_tokens(config)
     if device.type == "cpu":
@@ -82,6 +82,6 @@ def default_tokens(config: ModelConfig, dtype: torch.dtype, device: torch.device
         raise ModelError(
             f"{device} has {free / 2**30:.1f} GiB free beside the weights; passes take {(pass_bytes + KERNEL_BYTES) / 2**30:.1f} "
             f"GiB, and a page of the cache, {PAGE_SIZE} tokens, {PAGE_SIZE * per_token / 2**20:.1f} MiB; lower max_batch_tokens, "
-            "free memory on this GPU, take another GPU, or a smaller dtype or model"
+            "free memory on this GPU, use another GPU, or a smaller dtype or model"
         )
     return min(whole_pages(most), fits)

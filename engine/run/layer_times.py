@@ -1,7 +1,7 @@
-"""Measures how long a layer and the head of a model take on a device, before the model's weights are loaded.
+"""Measures the time of a layer and of the head of a model on a device, before the model's weights are loaded.
 
-Unlike GPUs differ in bandwidth, in FLOPs and in the time to start a kernel, so none of the three tells the time of a layer. One
-layer with random weights does, in some 10 ms.
+GPUs differ in bandwidth, in FLOPs and in the time to start a kernel. None of the three alone gives the time of a layer. One layer
+with random weights gives it, in about 10 ms.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from engine.model.families import family_of
 from engine.model.random_weights import RandomWeights
 from engine.run.pack import BatchPacker
 
-# What is timed: a decode step of so many streams, without a cache, or a pass over texts of 512 tokens.
+# The measured pass is a decode step of 64 streams without a cache, or a pass over 4 texts of 512 tokens.
 _STREAMS, _TEXTS, _TEXT_TOKENS = 64, 4, 512
 _CALLS = 10
-_AHEAD_CYCLES = 10_000_000  # some 6 ms in which the host queues the calls
+_AHEAD_CYCLES = 10_000_000  # about 6 ms, in which the host queues the calls
 
 Call = Callable[[], object]
 
 
 class Times(NamedTuple):
-    """Seconds. `head` is 0 for a model that does not generate: its head multiplies a vector a text."""
+    """Times in seconds. `head` is 0 for a model that does not generate, because its head is used once for each text."""
 
     layer: float
     head: float
@@ -38,9 +38,9 @@ def measure(config: ModelConfig, dtype: torch.dtype, device: torch.device, secon
     """The times of the last layer and of the head in 16 or 32 bits. None if the device has too little memory to measure.
 
     Args:
-        config: of a whole decoder.
-        dtype: with 4 or 8 bits, the layer is measured in the dtype that the rest of the model has.
-        seconds_of: gives the seconds of a call on the current device: `seconds_on_gpu`.
+        config: the config of a whole decoder.
+        dtype: for 4 or 8 bits, the layer is measured in the dtype of the rest of the model.
+        seconds_of: measures a call on the current device, such as `seconds_on_gpu`.
     """
     wide, generates = compute_dtype(dtype), config.generation is not None
     lengths = [1] * _STREAMS if generates else [min(_TEXT_TOKENS, config.max_input_length)] * _TEXTS
@@ -54,7 +54,7 @@ def measure(config: ModelConfig, dtype: torch.dtype, device: torch.device, secon
             packer = BatchPacker(config.pooling, config.embedding_size, tiles)
             batch = packer.pack([np.zeros(length, np.int32) for length in lengths], device=device)
             hidden = torch.zeros(sum(lengths), config.hidden_size, dtype=wide, device=device)
-            # A pass overwrites the hidden states that it is given.
+            # A pass overwrites its hidden states.
             layer_s = seconds_of(lambda: model.forward(replace(batch, hidden=hidden.clone())))
             if not generates:
                 return Times(layer_s, 0.0)
@@ -65,7 +65,7 @@ def measure(config: ModelConfig, dtype: torch.dtype, device: torch.device, secon
 
 
 def seconds_on_gpu(call: Call) -> float:
-    """Seconds that the current GPU takes for what `call` queues, without the host's time to queue it."""
+    """Seconds that the current GPU takes for the work of `call`, without the host's time to queue it."""
     for _ in range(2):  # the first calls compile and load kernels
         call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

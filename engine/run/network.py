@@ -1,4 +1,4 @@
-"""A loaded model and its heads: a packed batch in, vectors and other outputs out."""
+"""A loaded model with its heads. Its input is a packed batch, its outputs are vectors and others."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,15 +26,15 @@ Results = tuple[Tensor, list[Tensor]]
 
 
 class Computed(NamedTuple):
-    """What a pass gives to its pieces, in order. A token is None where the logits are not finite, and so are scores."""
+    """The results of a pass for its pieces, in order. Tokens and scores are None if the logits are not finite."""
 
-    tokens: list[Token | None]  # the next one of each piece that has a row
-    scores: list[list[Token] | None]  # of each piece that asks for them
-    vectors: Tensor | None  # [n, embedding_size] fp32, of each piece that is pooled; None if no piece is
+    tokens: list[Token | None]  # the next token of each piece that has a row
+    scores: list[list[Token] | None]  # the scores of each piece that asks for them
+    vectors: Tensor | None  # [n, embedding_size] fp32, of each pooled piece; None if no piece is pooled
 
 
 class Network:
-    """What a runner runs."""
+    """The model and heads that a runner runs."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Network:
         """
         Args:
             name: for errors.
-            language_head: of a model that generates.
+            language_head: the head of a generation model.
         """
         self._name, self.language_head = name, language_head
         self.model, self.vector_head, self.outputs, self._embedding_size = model, vector_head, outputs, embedding_size
 
     def heads(self, names: Sequence[OutputName]) -> tuple[OutputHead, ...]:
-        """Raises: InvalidInput for an output that the model does not give."""
+        """The heads of these outputs. Raises: InvalidInput for an output that the model does not give."""
         if unknown := [name for name in names if name not in self.outputs]:
             raise InvalidInput(f"{self._name} has no output {', '.join(unknown)}; it gives {', '.join(self.outputs)}")
         return tuple(self.outputs[name] for name in names)
@@ -66,8 +66,8 @@ class Network:
         return vectors, [head(hidden, vectors, batch) for head in heads]
 
     def compute(self, batch: PackedBatch, pieces: Sequence[Piece]) -> Computed:
-        """What a pass gives to the pieces of a batch."""
-        assert self.language_head is not None, "only a model that generates has pieces"
+        """The results of a pass for the pieces of a batch."""
+        assert self.language_head is not None, "only a generation model has pieces"
         scores: list[list[Token] | None] = []
         if any(piece.scored is not None for piece in pieces):
             whole = self.model.forward(batch)  # [T, C]
@@ -91,21 +91,21 @@ class Network:
         return Computed(with_logprobs_of(tokens, logits, chosen), scores, vectors)
 
     def finishing(self, options: Sequence[EmbedOptions]) -> NDArray[np.int32]:
-        """[2, n]: the dimensions that each vector keeps, and whether it is normalised."""
+        """[2, n]: the number of dimensions that each vector keeps, and whether it is normalised."""
         dimensions = [each.dimensions or self._embedding_size for each in options]
         return np.array([dimensions, [each.normalize for each in options]], dtype=np.int32)
 
     def finish(self, hidden: Tensor, finishing: Iterable[Tensor]) -> Tensor:
         """The vectors [n, embedding_size] fp32 of the last tokens' hidden states [n, C]. `finishing`: the rows of `finishing`."""
-        assert isinstance(self.vector_head, Pool), "a model that generates pools the last token"
+        assert isinstance(self.vector_head, Pool), "a generation model pools the last token"
         dimensions, normalize = finishing
         return self.vector_head.finish(hidden, dimensions, normalize)
 
     def wide_values(self, shape: BatchShape, heads: Sequence[OutputHead]) -> int:
-        """How many numbers a pass gives besides vectors of a usual width."""
+        """The number of values that a pass gives besides vectors of a usual width."""
         of_tokens = shape.num_tokens * sum(head.width for head in heads)
         return of_tokens + (shape.num_seqs * self._embedding_size if self.vector_head.is_wide else 0)
 
     def result_shapes(self, shape: BatchShape, heads: Sequence[OutputHead]) -> list[tuple[int, int]]:
-        """Of the vectors and of each head's rows, where no head `takes_spans`."""
+        """The shapes of the vectors and of each head's rows, if no head `takes_spans`."""
         return [(shape.num_seqs, self._embedding_size), *((shape.num_tokens, head.width) for head in heads)]

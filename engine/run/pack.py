@@ -1,4 +1,4 @@
-"""Token ids and options -> the filled buffer of a `PackedBatch`."""
+"""Packs token ids and options into the buffer of a `PackedBatch`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from engine.run.batch import BatchShape, PackedBatch, places
 from engine.run.prefixes import MOST_PREFIXES, Layout, lay_out
 from engine.text.pairs import SECOND_SEGMENT
 
-# Token counts that get a CUDA graph. A batch is padded to the next one: above 64 tokens at most a fifth is wasted.
+# Numbers of tokens that get a CUDA graph. A batch is padded to the next number. Above 64 tokens at most a fifth is padding.
 GRAPH_TOKENS = (
     *(16, 32), *range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512),
     *range(5120, 8193, 1024), *range(10240, 16385, 2048),
 )  # fmt: skip
-# Up to so many tokens a pass takes as long as reading the weights, however many sequences it has.
+# Up to this many tokens a pass takes as long as reading the weights, for any number of sequences.
 _FEW_TOKENS = 512
 
 # Packing a single short text is on a query's critical path. Everything in its buffer except the ids depends only on its
@@ -45,13 +45,13 @@ def _kept(
 
 @dataclass(frozen=True, slots=True)
 class BatchPacker:
-    """What packing needs to know of a model: made once, used for every batch."""
+    """The facts about a model that packing needs. It is made once and used for every batch."""
 
     pooling: Pooling
     embedding_size: int
-    tiling: Tiling | None  # None where the reference attention runs
-    typed: bool = False  # the model tells the texts of a pair apart
-    shares_prefixes: bool = False  # whether the model can
+    tiling: Tiling | None  # None for the reference attention
+    typed: bool = False  # the model has token types
+    shares_prefixes: bool = False  # the model can share prefixes
 
     def pack(
         self,
@@ -60,12 +60,12 @@ class BatchPacker:
         device: torch.device | None = None,
         whole: bool = True,
     ) -> PackedBatch:
-        """Lay sequences end to end on `device`, in the order given.
+        """Lay sequences end to end on `device`, in the given order.
 
         Args:
             sequences: at least one int32 array, each with at least one id.
-            options: one per sequence; None asks for whole, normalised vectors.
-            whole: every sequence's tokens lie together; otherwise sequences may share prefixes.
+            options: one per sequence. None: whole, normalised vectors.
+            whole: keep the tokens of every sequence together. Otherwise sequences may share prefixes.
         """
         device = device or torch.device("cpu")
         layout = self.layout(sequences, whole)
@@ -77,11 +77,11 @@ class BatchPacker:
     def pack_spans(
         self, lengths: Sequence[int], options: Sequence[EmbedOptions], device: torch.device | None = None
     ) -> tuple[PackedBatch, ...]:
-        """The spans of all sequences, in order, packed as sequences of rows of the hidden states.
+        """Packs the spans of all sequences, in order, as sequences of rows of the hidden states.
 
-        Spans may overlap: one of the batches returned has at most as many rows as the pass has tokens, so that pooling them one
-        after the other takes no more memory than the pass itself.
-        Raises: InvalidInput for a span that is empty or not within its sequence: its rows would be another text's, or nowhere.
+        Spans may overlap. Each returned batch has at most as many rows as the pass has tokens. So pooling the batches one after
+        another takes no more memory than the pass itself.
+        Raises: InvalidInput for a span that is empty or not within its sequence, because its rows would belong to another text.
         """
         packer, most, room = replace(self, tiling=None), sum(lengths), 0
         groups: list[tuple[list[TokenIds], list[EmbedOptions]]] = []
@@ -98,18 +98,18 @@ class BatchPacker:
         return tuple(packer.pack(rows, their_options, device) for rows, their_options in groups)
 
     def layout(self, sequences: Sequence[TokenIds], whole: bool) -> Layout:
-        """What lies end to end: whole sequences, or shared prefixes and what follows them."""
+        """The pieces of a batch: whole sequences, or shared prefixes and the rests after them."""
         return lay_out(sequences) if self._can_share and not whole else Layout(sequences)
 
     @property
     def _can_share(self) -> bool:
-        return self.shares_prefixes and self.pooling == "last_token"  # other poolings read the tokens of the prefix, too
+        return self.shares_prefixes and self.pooling == "last_token"  # other poolings also read the prefix's tokens
 
     def shape(self, layout: Layout, graphs: bool = False) -> tuple[BatchShape, NDArray[np.int32]]:
         """The shape of a batch, and its attention tiles.
 
         Args:
-            graphs: take the smallest of `graph_shapes` that has room for the batch, where there is one.
+            graphs: use the smallest of `graph_shapes` with enough room, if there is one.
         """
         num_tokens, num_seqs, shares = sum(layout.lengths), layout.num_seqs, bool(layout.prefixes)
         if graphs:
@@ -124,13 +124,13 @@ class BatchPacker:
         return replace(shape, num_tiles=len(tiles)), tiles
 
     def tiles(self, layout: Layout, shape: BatchShape) -> NDArray[np.int32]:
-        """The attention tiles of a batch; none for the reference attention."""
+        """The attention tiles of a batch. None for the reference attention."""
         if self.tiling is None or shape.tile_shape is None:
             return np.empty((0, 4 if shape.shares_prefixes else 2), dtype=np.int32)
         return self.tiling.tiles(layout.lengths, shape.tile_shape, layout.prefixes)
 
     def graph_shapes(self, most_tokens: int) -> list[BatchShape]:
-        """The shapes that CUDA graphs are captured for, the largest first."""
+        """The shapes of captured CUDA graphs, the largest first."""
         return [
             self._graph_shape(num_tokens, num_seqs, shares)
             for num_tokens in reversed(GRAPH_TOKENS)
@@ -140,11 +140,11 @@ class BatchPacker:
         ]
 
     def has_graph(self, shape: BatchShape) -> bool:
-        """Whether the shape is one of `graph_shapes`, of whatever size."""
+        """Whether the shape is one of `graph_shapes`, for any `most_tokens`."""
         return shape.num_tokens in GRAPH_TOKENS and shape.num_seqs in _graph_seqs(shape.num_tokens)
 
     def _graph_shape(self, num_tokens: int, num_seqs: int, shares: bool) -> BatchShape:
-        """With room for the attention tiles of any batch of so many tokens."""
+        """A shape with room for the attention tiles of any batch of `num_tokens` tokens."""
         if self.tiling is None:
             return BatchShape(num_tokens, num_seqs, 0, None, self.typed, shares)
         tile_shape = self.tiling.shape(num_tokens)
@@ -159,9 +159,9 @@ class BatchPacker:
         tiles: NDArray[np.int32],
         options: Sequence[EmbedOptions] | None = None,
     ) -> None:
-        """Writes a batch into a buffer of a shape that may be larger. Nothing reads the results of the padding.
+        """Writes a batch into a buffer whose shape may be larger. The results of the padding are never read.
 
-        Each padding token is a sequence of its own, token 0 at position 0. Padding tiles are empty. Padding sequences pool row 0.
+        Each padding token is a separate sequence, token 0 at position 0. Padding tiles are empty. Padding sequences pool row 0.
         """
         part, num_tokens = _parts(buffer, shape), sum(layout.lengths)
         if layout.num_seqs == 1 and shape.num_tokens <= _MOST_KEPT_TOKENS:
@@ -184,19 +184,19 @@ class BatchPacker:
         tiles: NDArray[np.int32],
         options: Sequence[EmbedOptions] | None,
     ) -> None:
-        """Writes everything except the tokens' ids."""
+        """Writes all parts except the tokens' ids."""
         num_seqs = layout.num_seqs
         ends = np.cumsum(np.fromiter(layout.lengths, dtype=np.int32, count=len(layout.pieces)), dtype=np.int32)
         num_tokens = int(ends[-1])
         starts = np.empty_like(ends)
         starts[0], starts[1:] = 0, ends[:-1]
         lengths, rows = ends - starts, starts if self.pooling == "cls" else ends - 1
-        origins = starts  # the row of each piece's position 0, if the piece's prefix lay directly before the piece
+        origins = starts  # the row of each piece's position 0, as if its prefix were directly before the piece
         if shape.shares_prefixes:
             prefixes, rows = np.array(layout.prefixes, dtype=np.int32), rows[layout.last_pieces]
             origins = starts - (prefixes[:, 1] - prefixes[:, 0])
 
-        first, end = part["bounds"].T  # by columns: np.stack would take longer than a short batch's all else
+        first, end = part["bounds"].T  # by columns: for a short batch np.stack would take longer than everything else
         first[:num_tokens], end[:num_tokens] = np.repeat(starts, lengths), np.repeat(ends, lengths)
         first[num_tokens:] = np.arange(num_tokens, shape.num_tokens, dtype=np.int32)
         end[num_tokens:] = first[num_tokens:] + 1
@@ -229,10 +229,10 @@ def _parts(buffer: NDArray[np.int32], shape: BatchShape) -> dict[str, NDArray[np
 
 
 def _graph_seqs(num_tokens: int) -> tuple[int, ...]:
-    """The numbers of sequences that graphs of so many tokens have room for, ascending.
+    """The numbers of sequences for which graphs of `num_tokens` tokens have room, ascending.
 
-    The last layer computes a row for each of them. Beside all tokens of a long batch a sixteenth more rows cost little. Texts
-    of fewer than four tokens on average run without a graph.
+    The last layer computes a row for each sequence. In a long batch a sixteenth more rows cost little. Batches whose texts have
+    fewer than four tokens on average run without a graph.
     """
     if num_tokens <= _FEW_TOKENS:
         return tuple(sorted({1, 16, num_tokens}))

@@ -1,7 +1,7 @@
-"""Runs passes of streams over the stages of a model, with a thread for each stage: on CPUs, and in float32 on GPUs.
+"""Runs passes of streams through the stages of a model, with a thread for each stage. For CPUs, and for float32 on GPUs.
 
-A stage hands the residual stream of a pass to the next stage, and goes on with the next pass. The last stage chooses the tokens.
-Our kernels have a pipeline of their own (`engine/run/cuda_pipeline.py`), which needs no threads.
+A stage gives the residual stream of a pass to the next stage and continues with the next pass. The last stage chooses the tokens.
+Our kernels have another pipeline (`engine/run/cuda_pipeline.py`), which needs no threads.
 """
 
 from collections.abc import Sequence
@@ -43,25 +43,25 @@ class PipelineFlight:
 
 @dataclass(slots=True)
 class _Pass:
-    """`slowest_s` is the longest time that a stage has taken so far: with full stages, a pass ends so often."""
+    """A pass in the stages. `slowest_s` is the longest time of a stage so far. With full stages, passes end at this interval."""
 
     pieces: Sequence[Piece]
     batch: PackedBatch  # on the CPU
     flight: PipelineFlight
-    hidden: torch.Tensor | None = None  # [T, C] of the stage before
+    hidden: torch.Tensor | None = None  # [T, C] from the stage before
     slowest_s: float = 0.0
 
 
 class Pipeline:
-    """Not thread-safe, except that flights may be waited for in any thread."""
+    """Runs passes in the stages' threads. Not thread-safe, except that any thread may wait for flights."""
 
-    speculation_rows = 0  # the stages compute at a time if groups of streams take turns
+    speculation_rows = 0  # groups of streams take turns instead, so that the stages compute at the same time
 
     def __init__(self, earlier: Sequence[Model], network: Network, packer: BatchPacker, caches: Sequence[KVCache]) -> None:
         """
         Args:
-            earlier: the models of all stages but the last, whose model `network` has.
-            caches: of each stage.
+            earlier: the models of all stages except the last one, whose model is in `network`.
+            caches: the cache of each stage.
         """
         self._earlier, self._network, self._caches = earlier, network, caches
         self.packer = packer
@@ -80,14 +80,14 @@ class Pipeline:
         outputs: tuple[OutputName, ...] = (),
         pieces: Sequence[Piece] = (),
     ) -> PipelineFlight:
-        assert not sequences, "a model that generates gets pieces alone"
+        assert not sequences, "a generation model gets only pieces"
         packer = replace(self.packer, tiling=None)  # for the reference attention
         flight = PipelineFlight()
         self._workers[0].submit(self._run, 0, _Pass(pieces, packer.pack([each.token_ids for each in pieces]), flight))
         return flight
 
     def _run(self, stage: int, work: _Pass) -> None:
-        """Compute one stage in its thread. An error ends the pass; whoever waits for the flight hears it."""
+        """Compute one stage in its thread. An error ends the pass, and `wait` of its flight raises it."""
         try:
             start = perf_counter()
             cache = self._caches[stage]
@@ -109,7 +109,7 @@ class Pipeline:
 
 
 def _on(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """The parts of a packed batch that the reference attention and pooling read, on a device."""
+    """Copies the parts of a packed batch that the reference attention and pooling read to a device."""
     if device.type == "cpu":
         return batch
     return replace(batch, token_ids=batch.token_ids.to(device), pooled_rows=batch.pooled_rows.to(device))

@@ -1,7 +1,7 @@
 """Shared prefixes: sequences of a batch that begin with the same tokens compute these tokens once.
 
-Only causal models share prefixes. Their tokens see nothing that comes later, so a prefix has the same keys and values in every
-sequence that begins with it. docs/decisions/019 tells what sharing costs and when it pays.
+Only causal models share prefixes. Their tokens do not see later tokens, so a prefix has the same keys and values in every
+sequence that begins with it. docs/decisions/019 has the cost of sharing, and the cases in which it pays.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from engine.options import TokenIds
 
 # Tokens of the shortest prefix. Only sequences with the same first 16 tokens are compared further.
 LEAST_PREFIX = 16
-# Sharing must save this share of a batch's tokens, which is more than a second range of keys costs...
+# Sharing must save at least this share of a batch's tokens: more than the cost of a second range of keys.
 LEAST_SAVED = 1 / 16
-# ...and this number of tokens, which is the step between the sizes of two CUDA graphs.
+# It must also save at least this number of tokens: the step between the sizes of two CUDA graphs.
 LEAST_SAVED_TOKENS = 64
-# Prefixes of a batch. Each CUDA graph sets attention tiles aside for them.
+# The most prefixes of a batch. Each CUDA graph reserves attention tiles for them.
 MOST_PREFIXES = 16
 
 # (indices of the sequences that share a prefix, tokens of the prefix). Each sequence keeps at least one token of its own.
@@ -25,9 +25,9 @@ Group = tuple[Sequence[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The pieces that lie end to end in a batch. A piece is a whole sequence, a shared prefix, or the rest of a sequence.
+    """The pieces of a batch, end to end. A piece is a whole sequence, a shared prefix, or the rest of a sequence.
 
-    Each prefix lies directly before the rests of its sequences.
+    Each prefix is directly before the rests of its sequences.
     """
 
     pieces: Sequence[TokenIds]
@@ -45,7 +45,7 @@ class Layout:
 
 
 def lay_out(sequences: Sequence[TokenIds]) -> Layout:
-    """Returns a layout that holds each common prefix once, if that pays; else the sequences as they are."""
+    """Returns a layout with each common prefix once, if that pays. Otherwise the pieces are the whole sequences."""
     groups = common_prefixes(sequences)
     if not groups:
         return Layout(sequences)
@@ -70,9 +70,9 @@ def lay_out(sequences: Sequence[TokenIds]) -> Layout:
 
 
 def common_prefixes(sequences: Sequence[TokenIds]) -> list[Group]:
-    """Returns the prefixes to compute once; none if sharing would save too little.
+    """Returns the prefixes to compute once. The list is empty if sharing would save too little.
 
-    Takes 0.03 to 0.2 us for a sequence that begins like no other, 3 us for a sequence that does.
+    Takes 0.03 to 0.2 us for a sequence without a common prefix, and 3 us for a sequence with one.
     """
     long_enough = [index for index, ids in enumerate(sequences) if len(ids) > LEAST_PREFIX]
     if len(long_enough) < 2:
@@ -98,14 +98,14 @@ def _saved(group: Group) -> int:
 def _best_groups(sequences: Sequence[TokenIds], members: list[int]) -> list[Group]:
     """Returns the groups that save the most tokens. No sequence is in two groups.
 
-    Sorting makes sequences with a common prefix neighbours. The prefix of a run of neighbours is the shortest prefix that two
-    neighbours of the run have in common. Runs form a tree. Bottom-up, a run becomes one group if sharing its prefix saves more
-    tokens than the best groups within the run do.
+    Sorting makes sequences with a common prefix neighbours. The prefix of a run of neighbours is the shortest common prefix of
+    two neighbours in the run. Runs form a tree. From the leaves up, a run becomes one group if sharing its prefix saves more
+    tokens than the best groups within the run.
     """
     members = sorted(members, key=lambda index: sequences[index].tobytes())
     common = [_common(sequences[one], sequences[other]) for one, other in pairwise(members)]
-    # Open runs, which more members may join: tokens in common with the next member, first member, the most tokens saved, and the
-    # groups that save them as (first member, last member, tokens).
+    # Open runs, which more members may join. Each has its tokens in common with the next member, its first member, the most saved
+    # tokens, and the groups that save them as (first member, last member, tokens).
     waiting: list[tuple[int, int, int, list[tuple[int, int, int]]]] = []
     for last, length in enumerate([*common, 0]):
         first, saved, groups = last, 0, list[tuple[int, int, int]]()

@@ -13,18 +13,18 @@ from engine.devices import is_integrated
 from engine.errors import ModelError
 from engine.host import free_unified_bytes
 
-# What a loaded engine may still take: CUDA graphs captured later, and the allocator's rounding.
+# A loaded engine may still take this much, for CUDA graphs that are captured later and the allocator's rounding.
 _GROWTH_BYTES = 512 << 20
-# The smallest token budget's workspace, for which there must be memory beside the weights.
+# The workspace of the smallest token budget. There must be memory for it beside the weights.
 _LEAST_WORKSPACE_BYTES = 256 << 20
 
 
 def grow_in_place(device: torch.device) -> None:
-    """Let torch's CUDA allocator extend one block in place, rather than allocate a block for each size.
+    """Let torch's CUDA allocator extend one block in place, instead of a new block for each size.
 
-    A pass then takes what it needs. With separate blocks the 4B's longest input took 1.0 GiB more, a third. The setting stays
-    off on GPUs that share the host's memory, where it has led to errors of the driver (dgx-spark-playbooks#97). It also stays
-    off when the environment configures torch's allocator.
+    Then a pass takes only the memory that it needs. With separate blocks the 4B's longest input took 1.0 GiB more, a third. The
+    setting stays off on GPUs that share the host's memory, because it has caused errors of the driver there
+    (dgx-spark-playbooks#97). It also stays off if the environment configures torch's allocator.
     """
     chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if not chosen and not is_integrated(device):
@@ -33,11 +33,11 @@ def grow_in_place(device: torch.device) -> None:
 
 @cache
 def keep_freed_memory() -> None:
-    """Make the C library keep the memory that torch frees, rather than return it to the system.
+    """Make the C library keep the memory that torch frees, instead of returning it to the system.
 
-    On a CPU every layer's output is a fresh allocation of a few MB. glibc returns such blocks to the kernel, so each layer
-    would fault its pages in again: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). All threads use one
-    arena, because only the first arena can grow without bound. Does nothing where there is no mallopt.
+    On a CPU every layer's output is a new allocation of a few MB. glibc returns such blocks to the kernel, so each layer would
+    cause page faults: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). All threads use one arena, because
+    only the first arena can grow without bound. Does nothing if the C library has no mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -50,33 +50,33 @@ def keep_freed_memory() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of a GPU's memory that this process may still take."""
+    """The bytes of a GPU's memory that this process may still take."""
     return free_unified_bytes() if is_integrated(device) else torch.cuda.mem_get_info(device)[0]
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes that this process has taken: of a GPU's memory as torch reports it, or of the host's memory as the system does."""
+    """The bytes that this process has taken: GPU memory by torch's count, or host memory by the system's count."""
     return int(psutil.Process().memory_info().rss) if device.type == "cpu" else torch.cuda.memory_reserved(device)
 
 
 def check_fits(weight_bytes: int, device: torch.device, model: str) -> None:
-    """Raises: ModelError with the numbers, before any weight is copied to a GPU that has no memory for all of them."""
+    """Check before the first copy that a GPU has memory for all weights. Raises: ModelError with the numbers."""
     if device.type != "cuda":
         return
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     if weight_bytes + _LEAST_WORKSPACE_BYTES > free:
         raise ModelError(
             f"{model} has {weight_bytes / 2**30:.1f} GiB of weights in this dtype, {device} has {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free; free some, take another GPU, or a smaller dtype or model"
+            f"{total / 2**30:.1f} GiB free; free some, use another GPU, or a smaller dtype or model"
         )
 
 
 @contextmanager
 def reservation(device: torch.device) -> Iterator[None]:
-    """Load inside. Afterwards this process cannot take more of the GPU than it then holds and a small growth.
+    """Load inside this context. Afterwards this process can only take a little more of the GPU than it has at the end.
 
-    A load runs the largest batch, so by its end the process holds the memory that it needs. Other processes on the card can
-    count on the rest. A batch that needs more fails as out of memory in this process, and is split.
+    A load runs the largest batch, so at its end the process has all memory that it needs. Other processes on the card can rely on
+    the rest. A batch that needs more memory fails as out of memory in this process, and is split.
     """
     if device.type != "cuda":
         yield

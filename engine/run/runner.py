@@ -1,4 +1,4 @@
-"""Runs forward passes on a CPU, where a pass has ended when `launch` returns."""
+"""Runs forward passes on a CPU. A pass has ended when `launch` returns."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,18 +22,18 @@ _WHOLE = EmbedOptions()
 
 
 class CpuRunner:
-    """Not thread-safe. Streams of a model in float32 run here on a GPU, too."""
+    """Runs passes on a CPU, and streams in float32 also on a GPU. Not thread-safe."""
 
     passes_in_flight = 1
-    speculation_rows = 4  # more rows cost more, and round otherwise: their weights are in bf16 (docs/decisions/033)
+    speculation_rows = 4  # more rows cost more and round differently, because their weights are in bf16 (docs/decisions/033)
 
     def __init__(
         self, network: Network, packer: BatchPacker, cache: KVCache | None = None, earlier: Sequence[Model] = ()
     ) -> None:
         """
         Args:
-            cache: of a model that generates.
-            earlier: the stages before the network's, of a model that does not. They take turns: they share the cores anyway.
+            cache: the KV cache of a generation model.
+            earlier: the earlier stages of an embedding model. Stages run one after another, because they share the cores.
         """
         self._network, self.packer, self._cache, self._earlier = network, packer, cache, earlier
 
@@ -45,7 +45,7 @@ class CpuRunner:
         pieces: Sequence[Piece] = (),
     ) -> Finished:
         if pieces:
-            assert not sequences, "a model that generates gets pieces alone"
+            assert not sequences, "a generation model gets only pieces"
             return self._launch_pieces(pieces)
         start = perf_counter()
         heads = self._network.heads(outputs)
@@ -61,7 +61,7 @@ class CpuRunner:
 
     def _launch_pieces(self, pieces: Sequence[Piece]) -> Finished:
         start = perf_counter()
-        assert self._cache is not None, "pieces are for a model that generates"
+        assert self._cache is not None, "only a generation model has pieces"
         packer = replace(self.packer, tiling=None)  # for the reference attention
         batch = packer.pack([piece.token_ids for piece in pieces], device=self._cache.device)
         tokens, scores, vectors = self._network.compute(with_cache(batch, pieces, self._cache), pieces)

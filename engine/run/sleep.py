@@ -1,7 +1,7 @@
-"""Puts an engine to sleep: its weights go to the host's pinned memory, and its GPU's memory is free for other programs.
+"""Puts an engine to sleep: its weights move to the host's pinned memory, and its GPU memory is free for other programs.
 
-Weights and caches lie in blocks (`engine/run/block.py`), whose addresses stay. So an engine that wakes needs a copy of its
-weights, and no new CUDA graphs. The weights never change, so the host's copy is made once and kept.
+Weights and caches are in blocks (`engine/run/block.py`) with fixed addresses. So an engine that wakes up copies its weights back
+and needs no new CUDA graphs. The weights never change, so the host's copy is made once and kept.
 """
 
 import gc
@@ -21,17 +21,17 @@ from engine.run.block import Block
 
 log = logging.getLogger(__name__)
 
-# Smaller tensors stay on the GPU: a block takes 2 MiB at least.
+# Smaller tensors stay on the GPU, because a block takes at least 2 MiB.
 LEAST_BYTES = 1 << 20
-# Freed memory goes back to the GPU after so many bytes, so that a model that fits once can move to blocks.
+# While tensors move to blocks, torch's freed memory is given back after this many bytes. So a model that fits only once can move.
 _GIVE_BACK_BYTES = 1 << 30
-# Left free of the host's memory.
+# This much of the host's memory stays free.
 _HOST_RESERVE = 4 << 30
 _NOT_SEARCHED = (type, ModuleType, BuiltinFunctionType)
 
 
 class Memory(Protocol):
-    """A `Block`, or a stand-in of a test."""
+    """A `Block`, or a test's stand-in for one."""
 
     num_bytes: int
     size: int
@@ -44,12 +44,12 @@ class Memory(Protocol):
 
 
 class Sleeper:
-    """The blocks of one engine. Not thread-safe, and no pass may be under way while it frees or fills them."""
+    """The blocks of one engine. Not thread-safe. No pass may be under way while it frees or fills them."""
 
     def __init__(self, new_block: Callable[[int, torch.device], Memory] = Block, least_bytes: int = LEAST_BYTES) -> None:
         self._new_block, self._least_bytes = new_block, least_bytes
         self._weights: list[Memory] = []
-        self._others: list[Memory] = []  # whose content nobody needs after sleeping
+        self._others: list[Memory] = []  # blocks whose content is not needed after sleep
         self._host: Tensor | None = None  # [weight_bytes] uint8, pinned: the weights, one block after the other
         self.asleep = False
 
@@ -58,7 +58,7 @@ class Sleeper:
         return sum(each.num_bytes for each in self._weights)
 
     def held_bytes(self, device: torch.device) -> int:
-        """Bytes of a device's memory that the blocks hold now."""
+        """The bytes of a device's memory that the blocks have now."""
         return 0 if self.asleep else sum(each.size for each in (*self._weights, *self._others) if each.device == device)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,9 +68,9 @@ class Sleeper:
         return block.bytes.view(dtype).view(*shape)
 
     def adopt(self, weights: Iterable[Tensor]) -> None:
-        """Moves tensors to blocks. Tensors that share memory share a block; small ones stay where they are.
+        """Moves tensors to blocks. Tensors that share memory share a block. Small tensors are not moved.
 
-        Raises: BackendError if the GPU has too little memory for one more block.
+        Raises: BackendError if the GPU has too little memory for another block.
         """
         by_storage: dict[int, list[Tensor]] = {}
         for tensor in weights:
@@ -97,7 +97,7 @@ class Sleeper:
         self._weights.append(block)
 
     def sleep(self) -> bool:
-        """Frees the blocks. Returns False if the host has too little free memory for the weights: then nothing has changed."""
+        """Frees the blocks. Returns False, without a change, if the host has too little free memory for the weights."""
         if self._host is None and not self._copy_to_host():
             return False
         for block in (*self._weights, *self._others):
@@ -108,9 +108,9 @@ class Sleeper:
         return True
 
     def wake(self) -> float:
-        """Gives the blocks memory and the weights. Returns the seconds that it took.
+        """Gives the blocks memory and copies the weights back. Returns its time in seconds.
 
-        Raises: BackendError if a GPU has too little free memory. The engine then still sleeps.
+        Raises: BackendError if a GPU has too little free memory. Then the engine still sleeps.
         """
         assert self._host is not None, "an engine that sleeps has a copy of its weights"
         start, mapped, blocks = perf_counter(), list[Memory](), (*self._weights, *self._others)
@@ -119,7 +119,7 @@ class Sleeper:
             for block in blocks:
                 block.map()
                 mapped.append(block)
-                if (part := next(parts, None)) is not None:  # the weights come first; the copy runs while other blocks get memory
+                if (part := next(parts, None)) is not None:  # weights come first: their copy runs while other blocks get memory
                     block.bytes.copy_(part, non_blocking=True)
         except BaseException:
             _synchronize(mapped)
@@ -148,7 +148,7 @@ class Sleeper:
 
 
 def tensors_of(*roots: object) -> list[Tensor]:
-    """All tensors that these objects hold, each once. Classes, modules, and functions of modules are not searched."""
+    """All tensors within these objects, each once. Classes, modules, and functions of modules are not searched."""
     found, seen, waiting = list[Tensor](), set[int](), list[object](roots)
     while waiting:
         each = waiting.pop()
@@ -167,7 +167,7 @@ def tensors_of(*roots: object) -> list[Tensor]:
 
 
 def _pin(host: Tensor) -> bool:
-    """Pins this memory as long as the tensor lives. Returns False if the system does not allow it.
+    """Pins this memory while the tensor exists. Returns False if the system does not allow it.
 
     torch's own allocator of pinned memory would round 17.2 GB up to 32 GiB.
     """

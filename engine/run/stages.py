@@ -1,4 +1,4 @@
-"""The stages of a model on several devices of this process: which layers each device gets, and the size of the cache."""
+"""Plans the stages of a model on several devices of this process: the layers of each device, and the size of the cache."""
 
 import logging
 from collections import Counter
@@ -45,11 +45,11 @@ def plan_stages(
     max_batch_tokens: int | None,
     cache_tokens: int | None,
 ) -> tuple[list[Stage], int | None]:
-    """The stages, one for each device in the order given, and the tokens of the cache. Call it before the weights are loaded.
+    """The stages, one for each device in the given order, and the tokens of the cache. Call it before the weights are loaded.
 
-    Returns: the stages, and `cache_tokens` or what the GPUs have room for; None for a model without a cache, and on CPUs, where
-        the free memory decides later.
-    Raises: ModelError for a model that cannot be cut, and with the numbers where the devices have no memory for it.
+    Returns: the stages, and `cache_tokens` or the most tokens that fit on the GPUs. The tokens are None for a model without a
+        cache, and on CPUs, whose free memory decides later.
+    Raises: ModelError for a model that cannot be cut, and, with the numbers, if the devices have too little memory.
     """
     if (reason := why_on_one_device(config)) is not None:
         raise ModelError(f"{reason}; give one device")
@@ -69,7 +69,7 @@ def plan_stages(
 
 
 def why_on_one_device(config: ModelConfig) -> str | None:
-    """Why a model cannot be cut. None for a model that can. A plan asks, too."""
+    """The reason why a model cannot be cut, or None. Plans use it, too."""
     if family_of(config) is Transformers:
         return "--backend transformers runs on one device"
     if not issubclass(family_of(config), Decoder):
@@ -78,7 +78,7 @@ def why_on_one_device(config: ModelConfig) -> str | None:
 
 
 def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model:
-    """The bytes of the parts of a decoder, in the dtype of each. A plan asks for them, too."""
+    """The bytes of the parts of a decoder, each in its dtype. Plans use it, too."""
     wide = compute_dtype(dtype)
 
     def weights(index: int) -> int:
@@ -100,10 +100,10 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model
 def _cards(
     config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], sizes: cut.Model, max_batch_tokens: int | None
 ) -> list[cut.Device]:
-    """What the cut knows of each device. Stages on one device share its free memory."""
+    """The facts about each device that the cut needs. Stages on one device share its free memory."""
     if devices[0].type == "cpu":
         free, passes = int(psutil.virtual_memory().available), family_of(config).table_bytes(config)
-        seconds = cut.seconds_by_bytes(sizes, 1.0)  # stages on CPUs are alike
+        seconds = cut.seconds_by_bytes(sizes, 1.0)  # stages on CPUs are equally fast
         return [cut.Device(str(device), free // len(devices), passes, *seconds) for device in devices]
     count = Counter(devices)
     seconds_on_each = _seconds(config, dtype, devices, sizes)
@@ -122,14 +122,14 @@ def _cards(
 def _seconds(
     config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], sizes: cut.Model
 ) -> list[tuple[tuple[float, ...], float]]:
-    """The measured seconds of the layers and of the head on each GPU. GPUs of one name are measured once.
+    """The measured seconds of the layers and of the head on each GPU. GPUs with the same name are measured once.
 
-    If a GPU lacks the memory to measure, each layer counts by its bytes on all of them.
+    If a GPU has too little memory to measure, each layer's time follows from its bytes, on all GPUs.
     """
     names = {device: torch.cuda.get_device_name(device) for device in devices}
     one_of_each = {name: device for device, name in names.items()}
     times = {name: measure(config, dtype, device, seconds_on_gpu) for name, device in one_of_each.items()}
-    torch.cuda.empty_cache()  # the memory of the measured layers, before anybody asks what is free
+    torch.cuda.empty_cache()  # frees the memory of the measured layers before the free memory is read
     layer_bytes = sizes_of(config, compute_dtype(dtype), on_gpu=True).layer_bytes[-1]
     found = []
     for device in devices:
@@ -141,7 +141,7 @@ def _seconds(
 
 
 def bytes_beside_passes(config: ModelConfig, dtype: torch.dtype, num_stages: int, max_batch_tokens: int | None) -> int:
-    """Bytes of each GPU that a stage takes beside its weights, its cache and what the passes of a whole model take."""
+    """The bytes of each GPU that a stage takes beside its weights, its cache and the passes of a whole model."""
     # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
     if config.generation is None:
         tokens = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)

@@ -1,6 +1,6 @@
-"""Pieces of streams -> the filled buffer of a batch for our kernels. On the host; `engine/run/cuda_streams.py` launches.
+"""Packs pieces of streams into the buffer of a batch for our kernels, on the host. `engine/run/cuda_streams.py` launches.
 
-Streams with one token come first: decode attention computes these. The tokens of other pieces, chunks of prompts, follow.
+Streams with one token come first, and decode attention computes them. Then come the tokens of chunks of prompts.
 """
 
 import math
@@ -28,9 +28,9 @@ from engine.schedule.piece import Piece
 
 Ints = NDArray[np.int32]
 
-# Numbers of streams that get a CUDA graph of their decode step. A pass is padded to the next one.
+# Numbers of streams with a CUDA graph of their decode step. A pass is padded to the next number.
 DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32))
-# The same for passes with chunks of prompts: numbers of streams beside the chunks, and of chunks.
+# The same for passes with chunks of prompts: numbers of streams beside the chunks, and numbers of chunks.
 _DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
 MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]  # the engine puts no more streams into a pass
 _BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
@@ -38,7 +38,7 @@ _BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
 
 @dataclass(frozen=True, slots=True)
 class StreamShape:
-    """How much a batch has room for; decides where each part lies in the buffer."""
+    """The room of a batch. It decides the place of each part in the buffer."""
 
     num_decodes: int
     num_chunk_tokens: int
@@ -57,7 +57,7 @@ class StreamShape:
         return self.num_decodes + self.num_chunks
 
     def parts(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each part, in order. The pages of the streams follow; their number is not part of the shape."""
+        """Name and shape of each part, in order. The streams' pages follow. Their number is not part of the shape."""
         items = {f"items{index}": (self.num_items, 8) for index in range(len(self.windows))}
         return {
             "choices": (self.num_seqs, 8),
@@ -72,13 +72,13 @@ class StreamShape:
 
     @property
     def size(self) -> int:
-        """Numbers in the buffer, without the pages. A multiple of 4, as kernels read four numbers at a time."""
+        """The number of values in the buffer, without the pages. A multiple of 4, because kernels read four values at a time."""
         return -(-sum(map(math.prod, self.parts().values())) // 4) * 4
 
     def view(
         self, buffer: Tensor, layers: Sequence[Tensor | Cache8], workspace: DecodeWorkspace, last: Tensor
     ) -> tuple[PackedBatch, Tensor]:
-        """The batch in a filled buffer, and how its rows choose their tokens."""
+        """The batch in a filled buffer, and the sampling parameters of its rows."""
         part: Any = {name: buffer[where].view(shape) for name, (where, shape) in _places(self).items()}
         paged = Paged(
             layers,
@@ -95,19 +95,19 @@ class StreamShape:
         return PackedBatch.of_streams(part["token_ids"], part["positions"], part["pooled_rows"], paged), part["choices"]
 
     def choices_in(self, buffer: Ints) -> Ints:
-        """How the rows choose their tokens, in a filled buffer."""
+        """The sampling parameters of the rows, in a filled buffer."""
         where, shape = _places(self)["choices"]
         return buffer[where].reshape(shape)
 
     def part(self, buffer: Tensor, name: str) -> Tensor:
-        """One of `parts`, a view of the buffer."""
+        """One of `parts`, as a view of the buffer."""
         where, shape = _places(self)[name]
         return buffer[where].view(shape)
 
 
 @lru_cache(512)
 def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    """Where each part lies in the buffer, and the part's shape."""
+    """The place of each part in the buffer, and its shape."""
     found, start = {}, 0
     for name, part in shape.parts().items():
         found[name] = (slice(start, start := start + math.prod(part)), part)
@@ -115,7 +115,7 @@ def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
 
 
 class Laid:
-    """The pieces of a pass in the order of their rows: numbers on the host."""
+    """The pieces of a pass in the order of their rows, as arrays on the host."""
 
     __slots__ = (
         "chooses", "chosen", "lengths", "num_decodes", "num_tokens", "page_offsets", "pages",
@@ -123,8 +123,8 @@ class Laid:
     )  # fmt: skip
 
     def __init__(self, pieces: Sequence[Piece], together: CohortPass | None = None) -> None:
-        """The streams of a cohort come first."""
-        # By columns: a step of 256 streams has as many pieces, and this lies between two steps.
+        """`together`: the streams of a cohort. They come first."""
+        # By columns, because it is fast: a step of 256 streams has 256 pieces, and the GPU may wait for this code.
         token_ids, starts, pages, rows, _, pooled, proposed = zip(*pieces, strict=True) if pieces else ((),) * 7
         count = len(pieces)
         self.together = together
@@ -158,19 +158,19 @@ class Laid:
 
     @property
     def num_together(self) -> int:
-        """The streams of a cohort."""
+        """The number of a cohort's streams."""
         return 0 if self.together is None else len(self.together)
 
     @property
     def last_pages(self) -> Ints:
-        """The page of the last token, of each piece that chooses a token; -1 behind a proposed token: no pass foresees it."""
+        """The page of the last token of each piece that chooses a token. -1 after a proposed token: no pass runs ahead of it."""
         last = self.page_offsets + (self.starts + self.lengths - 1) // PAGE_SIZE
         pages: Ints = np.where(self.proposed, -1, self.pages[last])[self.chooses]
         return pages
 
     @property
     def foreseen_pages(self) -> Ints:
-        """The pages that name foreseen tokens (`last_token`)."""
+        """The pages that stand for tokens that the host does not know yet (`last_token`)."""
         ids = self.token_ids[: self.num_decodes]
         pages: Ints = -1 - ids[ids < 0]
         return pages
@@ -178,15 +178,15 @@ class Laid:
 
 @dataclass(frozen=True, slots=True)
 class StreamPacker:
-    """What packing needs to know of a model that generates."""
+    """The facts about a generation model that packing needs."""
 
     tiling: Tiling
     windows: tuple[int | None, ...]  # of the model's layers, each once
-    num_blocks: int  # that decode attention should have
+    num_blocks: int  # the number of blocks that decode attention should have
 
     @classmethod
     def of(cls, packer: BatchPacker, model: Model) -> "StreamPacker":
-        """Of a model whose attention our kernels compute."""
+        """The packer for a model whose attention our kernels compute."""
         assert packer.tiling is not None, "the reference attention needs no such batches"
         return cls.for_windows(packer.tiling, model.windows)
 
@@ -195,7 +195,7 @@ class StreamPacker:
         return cls(tiling, windows, _BLOCKS_OF_SM * tiling.num_sms)
 
     def shape(self, laid: Laid, graphs: bool) -> StreamShape:
-        """The shape of a batch. `graphs`: the smallest shape of a graph that has room for the batch, where there is one."""
+        """The shape of a batch. `graphs`: the smallest shape of a graph with enough room, if there is one."""
         decodes, tokens = laid.num_decodes, laid.num_tokens - laid.num_decodes
         chunks = len(laid) - decodes
         if graphs and (shape := self.graph_shape(decodes, tokens, chunks)) is not None:
@@ -203,7 +203,7 @@ class StreamPacker:
         return self._shape(decodes, tokens, chunks)
 
     def graph_shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape | None:
-        """The smallest shape of a graph with so much room; None where there is none."""
+        """The smallest shape of a graph with this much room. None if there is none."""
         if not chunks:
             size = _next(DECODE_SIZES, decodes)
             return None if size is None else self._shape(size, 0, 0)
@@ -211,7 +211,7 @@ class StreamPacker:
         return None if beside is None or padded is None or rows is None else self._shape(beside, padded, min(rows, padded))
 
     def like(self, shape: StreamShape) -> StreamShape:
-        """The shape of a batch with the same tokens for this packer. Another device's packer may have made `shape`."""
+        """This packer's shape of a batch with the same tokens. Another device's packer may have made `shape`."""
         return self._shape(shape.num_decodes, shape.num_chunk_tokens, shape.num_chunks)
 
     def decode_shapes(self) -> list[StreamShape]:
@@ -236,9 +236,9 @@ class StreamPacker:
         return StreamShape(decodes, tokens, chunks, items, tiles, tile_shape, self.windows)
 
     def fill(self, buffer: Ints, shape: StreamShape, laid: Laid) -> None:
-        """Writes a batch into a buffer of `shape.size` numbers and as many as there are pages. Nothing reads results of padding.
+        """Writes a batch into a buffer of `shape.size` values and one more for each page. The padding's results are never read.
 
-        Padding tokens are token 0 at position 0 and stored nowhere.
+        Padding tokens are token 0 at position 0, and are not stored in the cache.
         """
         part = {name: buffer[where].reshape(parts) for name, (where, parts) in _places(shape).items()}
         buffer[: shape.size] = 0
@@ -275,14 +275,14 @@ class StreamPacker:
         page_offsets: NDArray[np.int64],
         pages: Ints,
     ) -> None:
-        """Writes tokens from row `first` on. `page_offsets`: [n], where the pages of each token's stream begin in `pages`."""
+        """Writes tokens from row `first` on. `page_offsets`: [n], the start of the pages of each token's stream in `pages`."""
         rows = slice(first, first + len(token_ids))
         part["token_ids"][rows] = token_ids
         part["positions"][rows] = positions
         part["slots"][rows] = pages[page_offsets + positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
 
     def _fill_choices(self, choices: Ints, shape: StreamShape, laid: Laid) -> None:
-        """How the rows choose their tokens. The row of a piece that chooses none stays a greedy one, and goes nowhere."""
+        """Writes the rows' sampling parameters. The row of a piece without a choice stays greedy, and its result is dropped."""
         choices[:, SLOT] = -1
         if laid.together is not None:
             choices[: laid.num_together] = laid.together.choices
@@ -292,7 +292,7 @@ class StreamPacker:
 
 
 def rows_of(shape: StreamShape, laid: Laid, wanted: NDArray[np.bool_]) -> Ints:
-    """The rows of the pieces that are wanted."""
+    """The rows of the wanted pieces."""
     at = np.arange(len(laid), dtype=np.int32)
     at[laid.num_decodes :] += shape.num_decodes - laid.num_decodes
     return at[wanted]

@@ -1,7 +1,7 @@
-"""What a GPU engine finds out at load by running: its token budget, where CUDA graphs pay, and the longest input that fits.
+"""Measures at load on a GPU: the token budget, the sizes for which CUDA graphs pay, and the longest input that fits.
 
-The memory of the largest pass and of the longest input is taken now and kept by torch's allocator. A later batch cannot fail
-for it, and a second engine on the card sees what is left.
+The memory of the largest pass and of the longest input is taken now, and torch's allocator keeps it. So no later batch fails for
+lack of memory, and a second engine on the card sees the memory that is really free.
 """
 
 import logging
@@ -26,28 +26,28 @@ from engine.schedule.piece import Piece
 log = logging.getLogger(__name__)
 
 _BUDGETS = (1024, 2048, 4096, 8192, MOST_BATCH_TOKENS)
-# Networks whose layers are smaller than this, or in 8 bits, fill an H200 with 16,384 tokens a pass; others with 8,192. The 4B in
-# float8 does 138 thousand tokens/s with 4,096, and 146 with 16,384 (loadtests/results/engine.md).
+# Networks with fewer parameters in their layers, or in 8 bits, need 16,384 tokens a pass to fill an H200. Others need 8,192. The
+# 4B in float8 computes 138 thousand tokens/s with 4,096 tokens a pass, and 146 with 16,384 (loadtests/results/engine.md).
 _SMALL_BODY = 200_000_000
 # A query may wait for a whole pass of other work. A slower card gets smaller passes.
 _MOST_PASS_S = 0.25
-_TEXT_TOKENS = 200  # of a typical text
-# Seconds that captures of decode steps may take at load. Each stream's next token waits for a step without a graph.
+_TEXT_TOKENS = 200  # tokens of a typical text
+# The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 _MOST_CAPTURE_S = 4.0
 
 
 def tune(
     runner: CudaRunner, config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int | None, max_batch_seqs: int | None
 ) -> int:
-    """Prepare the runner for requests; returns the token budget, or the one given.
+    """Prepare the runner for requests. Returns the token budget, which is the given one if there is one.
 
-    Raises: OutOfMemory where not even a small pass fits beside the weights.
+    Raises: OutOfMemory if not even a small pass fits beside the weights.
     """
     return _Trials(runner, config, dtype).tune(max_batch_tokens, max_batch_seqs)
 
 
 def first_budget(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The token budget to try first. It follows from the model alone, so that two starts on one card choose the same."""
+    """The token budget to try first. It depends only on the model, so that two starts on one card choose the same."""
     is_light = is_8_bits(dtype) or body_parameters(config) <= _SMALL_BODY
     return MOST_BATCH_TOKENS if is_light else MOST_BATCH_TOKENS // 2
 
@@ -55,15 +55,15 @@ def first_budget(config: ModelConfig, dtype: torch.dtype) -> int:
 def tune_streams(
     runner: StreamRunner, config: ModelConfig, dtype: torch.dtype, cache_tokens: int, max_batch_tokens: int | None
 ) -> int:
-    """Prepare a runner of streams for requests; returns the token budget, or the one given.
+    """Prepare a runner of streams for requests. Returns the token budget, which is the given one if there is one.
 
-    Raises: OutOfMemory where not even a small pass fits beside the weights and the cache.
+    Raises: OutOfMemory if not even a small pass fits beside the weights and the cache.
     """
     return _StreamTrials(runner, config, dtype, cache_tokens).tune(max_batch_tokens)
 
 
 class _StreamTrials:
-    """The trials' tokens all lie in the first pages of the cache, which no stream has yet."""
+    """Trial passes of streams. Their tokens are in the first pages of the cache, which no stream has yet."""
 
     def __init__(self, runner: StreamRunner, config: ModelConfig, dtype: torch.dtype, cache_tokens: int) -> None:
         self._runner, self._config, self._dtype = runner, config, dtype
@@ -82,20 +82,20 @@ class _StreamTrials:
         self._fits(budget)
         decodes, chunks = runner.packer.decode_shapes(), runner.packer.chunk_shapes(limit)
         runner.prepare_graphs([*decodes, *chunks], self._config.hidden_size, compute_dtype(self._dtype))
-        # The largest comes first: it takes the memory in which all others find room. A prompt alone may come next.
+        # The largest comes first: the memory that it takes is enough for all others. Then comes the shape of one prompt.
         runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), _MOST_CAPTURE_S)
         runner.graphs.capture_all((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1)
         runner.max_graph_tokens = limit
         return budget
 
     def _find_graph_limit(self, budget: int) -> int:
-        """As `_Trials` does it: graphs pay while launching kernels one by one takes a third of their time or more."""
+        """The same as in `_Trials`: graphs pay if the launch of the kernels takes at least a third of the kernels' time."""
         most = most_graph_tokens(self._config, self._dtype)
         for tokens in (*reversed(_BUDGETS), 512):
             if tokens > min(most, budget):
                 continue
             seconds = [self._launch_seconds(tokens) for _ in range(3)]
-            # A pass occupies the slowest of several stages for a part of its time, and is queued for all of them in that part.
+            # With several stages, a pass occupies one stage for a part of its time. In that part it is queued for all stages.
             if min(whole for _, whole in seconds) / self._runner.num_stages < 3 * min(queued for queued, _ in seconds):
                 return tokens
         return 256
@@ -120,7 +120,7 @@ class _StreamTrials:
         return True
 
     def _pieces(self, num_tokens: int, num_decodes: int) -> list[Piece]:
-        """Streams with one token, and prompts that make up the rest."""
+        """Streams with one token, and prompts for the rest of the tokens."""
         row = Row(SamplingOptions(max_tokens=1, temperature=0.0))
         pieces, left = [Piece(np.zeros(1, np.int32), 0, (0,), row)] * num_decodes, num_tokens - num_decodes
         while left:
@@ -140,13 +140,13 @@ class _Trials:
         runner = self._runner
         budget = max_batch_tokens or self._find_budget()
         graph_tokens = 0
-        # The reference attention walks the lengths on the host, and a pipeline has no graphs.
+        # There are no graphs for the reference attention, which reads the lengths on the host, and for a pipeline.
         if runner.packer.tiling is not None and runner.num_stages == 1:
             graph_tokens = min(self._find_graph_limit(), budget)
         torch.cuda.empty_cache()  # the trials leave memory of other sizes behind; so the largest pass comes first now
         runner.longest_input = self._longest
         while runner.longest_input > budget and not self._fits([runner.longest_input]):
-            log.warning("an input of %d tokens does not fit into what this GPU has left", runner.longest_input)
+            log.warning("an input of %d tokens does not fit into the free memory of this GPU", runner.longest_input)
             runner.longest_input = max(budget, runner.longest_input // 2)
         self._fits(self._typical(budget))
         self._fits([1] * min(budget, max_batch_seqs or 4096))
@@ -169,10 +169,10 @@ class _Trials:
         raise OutOfMemory(f"a batch of {_BUDGETS[0]} tokens does not fit beside the weights; free memory on this GPU")
 
     def _find_graph_limit(self) -> int:
-        """Graphs pay while launching the kernels one by one takes a third of their time or more; above that, padding costs more.
+        """Graphs pay if the launch of the kernels takes a third or more of the kernels' time. Otherwise padding costs more.
 
-        A third, because a long launch leaves gaps at its start: the 8B's 512 tokens take 12.4 ms as a graph, 13.2 ms without.
-        And a launch lets go of the interpreter at each kernel, a graph's launch once.
+        The limit is a third, because a long launch leaves gaps at its start: the 8B's 512 tokens take 12.4 ms with a graph and
+        13.2 ms without. Also, a launch releases the interpreter at each kernel, and a graph's launch only once.
         """
         most = most_graph_tokens(self._config, self._dtype)
         for tokens in (*reversed(_BUDGETS), 512):
@@ -204,12 +204,12 @@ class _Trials:
         return True
 
     def _typical(self, num_tokens: int) -> list[int]:
-        """Lengths of typical texts with `num_tokens` tokens in all."""
+        """Lengths of typical texts with `num_tokens` tokens in total."""
         length = min(_TEXT_TOKENS, self._longest)
         return [length] * (num_tokens // length) + [num_tokens % length] * (num_tokens % length > 0)
 
     def _texts(self, lengths: Sequence[int]) -> list[TokenIds]:
-        """No two begin alike: a prefix that they shared would be computed once."""
+        """Texts of these lengths. No two share a prefix, because a shared prefix would be computed only once."""
         return [
             np.arange(index, index + length, dtype=np.int32) % self._config.vocab_size for index, length in enumerate(lengths)
         ]

@@ -1,7 +1,7 @@
-"""The pool of KV-cache pages, and the tree of full pages whose tokens are known, in which new sequences find their beginning.
+"""The pool of KV-cache pages, and the tree of full pages with known tokens. New sequences find their prefix in this tree.
 
-A page is in one state: free; held by sequences; or unheld but kept for sequences to come. A kept page is a node of the tree:
-its parent is the page before it. A held page may be kept too.
+A page is in one state: free; held by sequences; or unheld but kept for later sequences. A kept page is a node of the tree:
+its parent is the page before it. A held page may be kept, too.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ _ROOT = -1  # the parent of a sequence's first page
 
 @dataclass(slots=True)
 class _Node:
-    """A kept page: the page before it, its own tokens as bytes of int32, and the pages that follow it."""
+    """A kept page: the page before it, its own tokens as bytes of int32, and the pages after it."""
 
     parent: int
     tokens: bytes
@@ -36,7 +36,7 @@ class Pages:
         self._num_holders = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))  # the last one is taken next
         self._nodes: dict[int, _Node] = {}
-        # A dict compares keys in full, so pages with equal hashes and other tokens are told apart.
+        # A dict compares whole keys, so pages with equal hashes and different tokens are distinguished.
         self._by_tokens: dict[tuple[int, bytes], int] = {}
         # Kept pages that nobody holds, the longest unused first. `take` moves those with children to `_inner`.
         self._unheld: OrderedDict[int, None] = OrderedDict()
@@ -44,11 +44,11 @@ class Pages:
 
     @property
     def num_free(self) -> int:
-        """How many pages `take` can give: the free ones, and the kept ones that nobody holds."""
+        """The number of pages that `take` can give: the free ones, and the kept ones without a holder."""
         return len(self._free) + len(self._unheld) + len(self._inner)
 
     def match(self, ids: bytes | TokenIds) -> list[int]:
-        """The kept pages that hold the beginning of `ids`. The caller now holds them.
+        """The kept pages with the prefix of `ids`. The caller now holds them.
 
         The last token is never matched: a sequence has to compute one token to get its logits.
         """
@@ -65,9 +65,9 @@ class Pages:
         return pages
 
     def take(self, count: int) -> list[int] | None:
-        """Pages with no content, which the caller now holds; None, and nothing has changed, where there are too few.
+        """Pages without content, which the caller now holds. If there are too few, returns None and changes nothing.
 
-        Kept pages are given up where free ones are not enough: the longest unused first, and a page after those that follow it.
+        If free pages are not enough, kept pages are evicted: the longest unused first, and a page after its children.
         """
         if count > self.num_free:
             return None
@@ -81,20 +81,20 @@ class Pages:
         return pages
 
     def take_beside_streams(self, count: int) -> list[int] | None:
-        """As `take`, but leaves a page for each stream, so that no stream has to give its pages up for want of one."""
+        """The same as `take`, but leaves one page for each stream, so that no stream has to give up its pages."""
         return self.take(count) if count + self.num_streams <= self.num_free else None
 
     def keep(self, pages: Sequence[int], ids: bytes | TokenIds) -> None:
         """Lets later sequences match the full pages of a sequence, whose pages the caller holds.
 
-        Where an equal page is kept already, that one stays, and the pages that follow become its children.
+        If an equal page is already kept, that page stays, and the later pages become its children.
         """
         parent = _ROOT
         for page, tokens in zip(pages, self._cut(ids), strict=False):
             kept = self._by_tokens.get((parent, tokens))
             if kept is None:
                 assert self._num_holders[page], f"page {page} is kept but nobody holds it"
-                assert page not in self._nodes, f"page {page} is kept already, with other tokens"
+                assert page not in self._nodes, f"page {page} is already kept, with other tokens"
                 self._by_tokens[parent, tokens] = kept = page
                 self._nodes[page] = _Node(parent, tokens)
                 if parent != _ROOT:
@@ -102,7 +102,7 @@ class Pages:
             parent = kept
 
     def release(self, pages: Sequence[int]) -> None:
-        """The caller holds the pages no more. Kept ones can be matched until they are given up, others are free."""
+        """The caller no longer holds the pages. Kept pages can be matched until they are evicted. Other pages are free."""
         for page in reversed(pages):  # so that `take` meets a page before its parent
             assert self._num_holders[page], f"page {page} is released more often than held"
             self._num_holders[page] -= 1
@@ -114,9 +114,9 @@ class Pages:
                 self._free.append(page)
 
     def forget(self) -> None:
-        """Frees all kept pages that nobody holds: their content is lost."""
+        """Frees all kept pages without a holder, because their content is lost."""
         pages = self.take(self.num_free)
-        assert pages is not None, "so many pages can be given"
+        assert pages is not None, "`take` can give `num_free` pages"
         self.release(pages)
 
     def _cut(self, ids: bytes | TokenIds, spared: int = 0) -> list[bytes]:
@@ -127,15 +127,15 @@ class Pages:
         return [data[start : start + size] for start in range(0, num_full * size, size)]
 
     def _give_up(self) -> None:
-        """Frees the kept page that is unused the longest and has no children."""
+        """Frees the longest unused kept page without children."""
         while self._unheld:
             page, _ = self._unheld.popitem(last=False)
             if not self._nodes[page].children:
                 self._forget(page)
                 return
             self._inner[page] = None
-        # A page below each of these is held. It happens where two sequences compute one beginning at a time: the pages of
-        # one are kept, and what the other computes next follows them. The held pages stay valid, but nobody matches them.
+        # Below each of these pages a page is held. This happens if two sequences compute the same prefix at the same time: the
+        # pages of one are kept, and the next pages of the other follow them. The held pages stay valid, but are no longer found.
         subtree = [next(iter(self._inner))]
         for page in subtree:
             subtree.extend(self._nodes[page].children)
@@ -154,15 +154,15 @@ class Pages:
             return
         siblings = self._nodes[node.parent].children
         del siblings[page]
-        if not siblings and node.parent in self._inner:  # it was next, had it had no children
+        if not siblings and node.parent in self._inner:  # the parent was only kept because of its children
             del self._inner[node.parent]
             self._unheld[node.parent] = None
             self._unheld.move_to_end(node.parent, last=False)
 
     def check_integrity(self) -> None:
-        """Checks what has to hold between calls. Visits every page.
+        """Checks the invariants between calls. Visits every page.
 
-        Raises: AssertionError naming what is wrong.
+        Raises: AssertionError naming the fault.
         """
         states: list[list[str]] = [[] for _ in range(self.num_pages)]
         for state, members in (("free", self._free), ("unheld", self._unheld), ("inner", self._inner)):

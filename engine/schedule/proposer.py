@@ -1,4 +1,4 @@
-"""Proposes the next tokens of an answer: those that followed where the sequence had the same last tokens before.
+"""Proposes the next tokens of an answer: the tokens that followed an earlier occurrence of the last tokens.
 
 Answers that edit or quote their prompt, or repeat themselves, are predicted without a second model. A pass then verifies
 several tokens (docs/decisions/049).
@@ -8,11 +8,11 @@ import numpy as np
 
 from engine.options import TokenIds
 
-# Equal tokens that make an earlier place a match. Their ids fit into one whole number of 63 bits.
+# The number of equal tokens that make a match. Their ids fit into one whole number of 63 bits.
 _MATCH, _ID_BITS = 3, 21
-# The end of a sequence that is indexed at first. To index so many tokens takes half a millisecond.
+# The most tokens at the end of a sequence that are indexed at first. To index this many takes half a millisecond.
 _MOST_SEARCHED = 8_192
-# An answer that copies many tokens, changes one and goes on is still trusted when the next match is found.
+# If an answer copies many tokens, changes one and continues to copy, it is still trusted when the next match is found.
 _TRUSTED_FROM, _MOST_TRUST = 3, 12
 _MOST_PROPOSED = 7  # with the token before them, 8 rows of a pass
 
@@ -20,8 +20,8 @@ _MOST_PROPOSED = 7  # with the token before them, 8 rows of a pass
 class Proposer:
     """Follows one sequence. Each token takes the same time, however long the sequence is: about a microsecond.
 
-    Every token is compared with what was predicted, also if no pass verifies it. `_trust` is the measure: a right token adds 1,
-    a wrong one halves it, and a token for which nothing was predicted takes 1.
+    Every token is compared to the prediction, also if no pass verifies it. `_trust` measures the predictions: a right token adds
+    1, a wrong token halves it, and a token without a prediction subtracts 1.
     """
 
     def __init__(self, sequence: TokenIds) -> None:
@@ -30,19 +30,19 @@ class Proposer:
         ids = np.asarray(sequence[-_MOST_SEARCHED:], dtype=np.int64)
         self._ids: list[int] = ids.tolist()
         keys = (ids[:-2] << 2 * _ID_BITS | ids[1:-1] << _ID_BITS | ids[2:])[:-1].tolist()
-        # By the tokens of a match, the place after the last one: of equal keys the last one stays.
+        # The place after a match, by the tokens of the match. Of equal keys the last one stays.
         self._places = dict(zip(keys, range(_MATCH, len(ids)), strict=False))
-        self._at: int | None = None  # the place of the token that is predicted to come next
+        self._at: int | None = None  # the place of the predicted next token
         self._trust = 0
         self._match()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last tokens were predicted well enough to verify several at once."""
+        """Whether the last predictions were good enough to verify several tokens in one pass."""
         return self._trust >= _TRUSTED_FROM
 
     def add(self, token: int) -> None:
-        """The sequence has got its next token."""
+        """Add the next token of the sequence."""
         self.num_tokens += 1
         if self._at is None:
             self._trust = max(0, self._trust - 1)
@@ -56,14 +56,14 @@ class Proposer:
         self._match()
 
     def propose(self, most: int) -> list[int]:
-        """Up to `most` tokens that should come next. None without a match, or without trust: as many as the trust is worth."""
+        """Up to `most` predicted tokens, and at most as many as the trust. Empty without a match or without trust."""
         if self._at is None or not self.is_trusted:
             return []
         period = len(self._ids) - self._at  # beyond the last token, the proposal repeats itself
         return [self._ids[self._at + index % period] for index in range(min(most, self._trust, _MOST_PROPOSED))]
 
     def _match(self) -> None:
-        """Find the last tokens at an earlier place, unless a match goes on. Then remember their present place."""
+        """Find an earlier occurrence of the last tokens, unless a match continues. Then remember their present place."""
         if len(self._ids) < _MATCH:
             return
         first, second, third = self._ids[-_MATCH:]

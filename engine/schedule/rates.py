@@ -1,37 +1,37 @@
-"""How fast the device computes: seconds and tokens/s of its passes, learnt from the passes themselves.
+"""The device's rates: seconds and tokens/s of its passes, learnt from the passes themselves.
 
-The engine reports for each pass how long the device took, by the device's own events. A thread that wakes up late does
-not change that figure. A pause in the middle of a launch does, so the slowest and the fastest passes are left out.
+The engine reports the device's time for each pass, by the device's own events. A thread that wakes up late does not change this
+time. But a pause in the middle of a launch does, so the slowest and the fastest passes are left out.
 """
 
 from collections import deque
 from collections.abc import Iterator
 
-# The passes of one size that an average is taken over. A quarter of them is left out at either end.
+# The number of passes of one size in an average. The fastest and the slowest quarter are left out.
 _WINDOW = 16
-# An average is taken anew after so many passes: sorting takes 5 us, and a query waits for it.
+# An average is computed again after this many passes: sorting takes 5 us, and a query waits for it.
 _AGAIN_AFTER = 4
-# A size that none of so many passes had is forgotten: traffic has changed, and the card may have.
+# A size that did not occur in this many passes is forgotten: the traffic has changed, and the card may have changed, too.
 _FORGOTTEN_AFTER = 1_000
-# Passes below 512 tokens take as long as a launch or as reading the weights. They say little about a full pass.
+# Passes below 512 tokens take as long as a launch or as reading the weights. They show little about a full pass.
 _LARGE_TOKENS = 512
 
 
 class Rates:
     """Averages by size of pass. A size is the number of bits of the pass's number of tokens.
 
-    `add` is on the way of every result, so averages are taken when somebody reads them.
+    `add` runs for every result, so averages are computed only when they are read.
     """
 
     def __init__(self, max_batch_tokens: int) -> None:
         """`max_batch_tokens` is the size of a full pass. If a full pass is small, half of it counts as large."""
-        self.busy_s = 0.0  # that the device has computed, in all
+        self.busy_s = 0.0  # the seconds that the device has computed in total
         self._large_bits = min(_LARGE_TOKENS, max_batch_tokens // 2).bit_length()
         self._num_passes = 0
         self._sizes: dict[int, _Size] = {}
 
     def add(self, num_tokens: int, seconds: float) -> None:
-        """Count a pass that has succeeded. `seconds` is the device's own time for the pass; 0 is no measurement."""
+        """Count a pass that has succeeded. `seconds` is the device's own time for the pass; 0 means no measurement."""
         if seconds <= 0:
             return
         self.busy_s += seconds
@@ -43,27 +43,27 @@ class Rates:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the best size; 0 before the first pass."""
+        """The rate of the best size. 0 before the first pass."""
         return self._best(0)
 
     @property
     def large_tokens_per_s(self) -> float:
-        """Of the best large size; 0 before the first large pass."""
+        """The rate of the best large size. 0 before the first large pass."""
         return self._best(self._large_bits)
 
     @property
     def pass_s(self) -> float:
-        """Of the quickest size; 0 before the first pass."""
+        """The seconds of the fastest size. 0 before the first pass."""
         return min((size.seconds for _, size in self._known()), default=0.0)
 
     def seconds(self, num_tokens: int) -> float:
-        """Seconds that a pass of about as many tokens takes; 0 where none was measured."""
+        """The seconds of a pass of about this many tokens. 0 if none was measured."""
         size = self._sizes.get(num_tokens.bit_length())
         return 0.0 if size is None else size.seconds
 
     @property
     def token_s(self) -> float:
-        """Seconds by which each token makes a small pass longer; 0 before two small sizes were measured.
+        """The seconds that each token adds to a small pass. 0 before two small sizes were measured.
 
         Small passes are decode steps, with a token of each stream, and passes of short prompts.
         """
@@ -77,7 +77,7 @@ class Rates:
         return max((size.tokens_per_s for bits, size in self._known() if bits >= least_bits), default=0.0)
 
     def _known(self) -> "Iterator[tuple[int, _Size]]":
-        """The sizes that are not forgotten, with their bits. They are copied first: another thread may add one meanwhile."""
+        """The sizes that are not forgotten, with their bits. They are copied first, because another thread may add one."""
         for bits, size in tuple(self._sizes.items()):
             if self._num_passes - size.last < _FORGOTTEN_AFTER:
                 yield bits, size
@@ -89,8 +89,8 @@ class _Size:
     def __init__(self) -> None:
         self.last = 0  # the number of the last pass
         self._passes: deque[tuple[float, int, float]] = deque(maxlen=_WINDOW)  # (seconds a token, tokens, seconds)
-        self._average: tuple[float, float] | None = None  # (tokens/s, seconds a pass), once somebody has asked
-        self._num_new = 0  # passes since then
+        self._average: tuple[float, float] | None = None  # (tokens/s, seconds a pass), once it was read
+        self._num_new = 0  # the number of passes since then
 
     def add(self, num_tokens: int, seconds: float, number: int) -> None:
         self.last = number
@@ -107,7 +107,7 @@ class _Size:
 
     @property
     def num_tokens(self) -> float:
-        """Tokens of a pass."""
+        """The average number of tokens of a pass."""
         return self.tokens_per_s * self.seconds
 
     def _averages(self) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""What waits for the device: a request or a stream, its progress, and a slice of one of its sequences."""
+"""Requests for the device: their progress, and the slices of their sequences. A stream is one kind of them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ _OVER = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
 class _Future(Future[Any]):
     """A future that forgets its callbacks after it has called them.
 
-    The callbacks refer to the request, and the request to its future. Servers look for such cycles seldom (docs/decisions/026).
+    The callbacks refer to the request, and the request to its future. Servers search for such cycles seldom (docs/decisions/026).
     """
 
     def done(self) -> bool:
-        """As `Future.done`, without its lock: a future that is over stays so. Passes ask three times for each token."""
+        """The same as `Future.done` without its lock: a finished future stays finished. Passes call it three times a token."""
         return self._state in _OVER
 
     def _invoke_callbacks(self) -> None:
@@ -36,25 +36,25 @@ class _Future(Future[Any]):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Waiting(ABC):
-    """What a caller waits for: `future` brings the result or an error. A caller leaves by cancelling `future`.
+    """A request that a caller waits for. `future` gets the result or an error. A caller leaves by cancelling `future`.
 
     Times are readings of `perf_counter`, in seconds.
     """
 
     priority: Priority = "interactive"
-    owner: str = ""  # who asks: the queue shares tokens between owners first
+    owner: str = ""  # the queue first shares tokens between owners
     deadline: float = inf
-    limit: float = inf  # for the decision at arrival alone: what would be done later than this is refused, as with `deadline`
+    limit: float = inf  # like `deadline`, but only for the decision at arrival
     future: "Future[Any]" = field(default_factory=_Future)
     submitted_at: float = field(default_factory=perf_counter)
     first_scheduled_at: float | None = None
     tags: tuple[RequestTag, ...] = ()  # the callers' requests, for logs and traces
-    pool: Pages | None = None  # the pages of a model that generates; set by the scheduler
+    pool: Pages | None = None  # the pages of a generation model; set by the scheduler
     # Progress, kept by the queue.
     waiting_tokens: int = 0  # tokens that no pass has taken; 0 outside of a queue
-    credit: int = 0  # tokens that this may still take in this round of its queue
-    first_turn: int = 0  # tokens that this takes in the rest of its first turn
-    turn: int = 0  # the number of the turn for which this waits, in the order in which the waiting began
+    credit: int = 0  # tokens that the request may still take in this round of its queue
+    first_turn: int = 0  # tokens that the request takes in the rest of its first turn
+    turn: int = 0  # the number of the turn for which the request waits, in the order in which requests began to wait
 
     @property
     @abstractmethod
@@ -68,30 +68,30 @@ class Waiting(ABC):
 
     @abstractmethod
     def refusal(self) -> InvalidInput | None:
-        """The error for a request that can never be computed; None for any other."""
+        """The error for a request that can never be computed. None for any other request."""
 
     @abstractmethod
     def prepare(self, may_take_pages: bool) -> int | None:
-        """Take the pages of the sequence that the next slice is of, if the sequence has none yet.
+        """Take pages for the next slice's sequence, if the sequence has none yet.
 
-        Returns: the number of its tokens that the cache already has; None if no pages are free.
+        Returns: the number of its tokens that are already in the cache. None if no pages are free.
         """
 
     @abstractmethod
     def next_slice(self, room: int, alone: bool) -> "Slice | None":
-        """Take the next slice for a pass that has room for so many tokens. None where the slice does not fit.
+        """Take the next slice for a pass with room for `room` tokens. None if the slice does not fit.
 
         Args:
-            alone: nothing else is in the pass, so the slice may be larger than the room.
+            alone: the pass has no other slices, so the slice may be larger than the room.
         """
 
     @abstractmethod
     def piece(self, part: "Slice") -> Piece | None:
-        """What a pass computes of one slice. None where the request has ended since it was scheduled: its pages are gone."""
+        """The piece of one slice for a pass. None if the request has ended since it was scheduled, because its pages are gone."""
 
     @abstractmethod
     def keep(self, part: "Slice") -> None:
-        """A pass has computed this slice well: later sequences can find the pages that it has filled."""
+        """Called when a pass has computed this slice. Later sequences can find the pages that it has filled."""
 
     @abstractmethod
     def give_back(self) -> None:
@@ -106,17 +106,17 @@ class Waiting(ABC):
 class Request(Waiting):
     """One caller's sequences to embed, and the options for all of them.
 
-    If the model generates, keys and values of a sequence lie in pages, like those of a stream. The sequence may then be cut into
-    several slices. It has pages from its first slice until its last one is computed.
+    For a generation model, keys and values of a sequence are in pages, like those of a stream. Then the sequence may be cut into
+    several slices. It has pages from its first slice until its last slice is computed.
     """
 
     sequences: Sequence[TokenIds]
     options: EmbedOptions
     # Progress, kept by the queue.
     num_scheduled: int = 0  # sequences that passes have taken as a whole
-    num_computed: int = 0  # tokens of the next sequence that passes have taken, or that the cache had
+    num_computed: int = 0  # tokens of the next sequence that passes have taken or that were in the cache
     pages: dict[int, list[int]] = field(default_factory=dict)  # by the index of the sequence
-    # Results, kept by whoever delivers them.
+    # Results, kept by the code that delivers them.
     num_done: int = 0
     num_passes: int = 0
     inference_s: float = 0.0
@@ -144,7 +144,7 @@ class Request(Waiting):
         if self.pool is None:
             return None
         if self.options.outputs or not self.options.pooled:
-            return InvalidInput("this model generates text; of an input it gives one vector, and no other outputs")
+            return InvalidInput("this model generates text; it gives one vector for an input, and no other outputs")
         longest, most = max(map(len, self.sequences)), self.pool.num_pages * self.pool.page_size
         return InvalidInput(f"an input has {longest} tokens; the cache holds {most}") if longest > most else None
 
@@ -203,9 +203,9 @@ class Request(Waiting):
 
 
 class Slice(NamedTuple):
-    """The tokens [start, stop) of one sequence of a request: what one pass computes of the sequence.
+    """The tokens [start, stop) of one sequence of a request. One pass computes them.
 
-    A sequence to embed is one slice if the model does not generate. A prompt may be several, and each generated token is one.
+    A sequence of a model that only embeds is one slice. A prompt may be several slices, and each generated token is one slice.
     """
 
     request: Any  # a Request or a Stream

@@ -7,12 +7,12 @@ from typing import Any, Literal
 from engine.text.grammar import bounded, of_lark, with_named
 
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-# The parts of a schema that a `$ref` in one of its properties may point to.
+# The keys of a schema with definitions. A `$ref` in a property may point to them.
 _DEFINITIONS = ("$defs", "definitions")
 # The name of the grammar of an answer without calls.
 _INSTEAD = "instead"
 STRING = frozenset({"string"})
-# What is before the calls: nothing; reasoning, if the model opens it; or the rest of a reasoning that the prompt has opened.
+# The text before the calls: none, reasoning that the model may open, or the rest of reasoning that the prompt has opened.
 Reasoned = Literal["none", "may", "open"]
 
 
@@ -28,11 +28,11 @@ def of_calls(
     """The grammar of a call of one of the functions, or of one or more such calls.
 
     Args:
-        schemas: those of the functions' parameters, by the function's name. An empty one allows no arguments.
-        form: as `ChatFormat.calls`.
-        tokens: the tags that are tokens of their own. llguidance does not take such a token for the text of its name.
-        reasoning: what is before the calls.
-        instead: the grammar of an answer that has no call. None: the answer has one.
+        schemas: the schema of each function's parameters, by the function's name. An empty schema allows no arguments.
+        form: the form of calls, as in `ChatFormat.calls`.
+        tokens: the tags that are single tokens. llguidance does not accept such a token for the text of its name.
+        reasoning: the text before the calls.
+        instead: the grammar of an answer without a call. None: the answer must have a call.
     """
 
     def tag(name: str) -> str:
@@ -56,7 +56,7 @@ def of_calls(
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The types that a schema allows. A schema that names none is a string's, because XML has no quotes to tell it by."""
+    """The types that a schema allows. A schema without a type is a string's, because XML has no quotes around strings."""
     if not isinstance(schema, Mapping):
         return STRING
     named = schema.get("type")
@@ -74,7 +74,7 @@ def _json_call(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _xml_call(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """The parameters are in the schema's order."""
+    """The parts of a call's grammar. The parameters are in the schema's order."""
     yield json.dumps(f"\n<function={name}>\n")
     required, definitions = schema.get("required", ()), {key: schema[key] for key in _DEFINITIONS if key in schema}
     for key, value in schema.get("properties", {}).items():
@@ -88,7 +88,7 @@ def _xml_call(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _text(schema: Any) -> str:
-    """A string's characters, and the closing tag."""
+    """The grammar of a string's characters and the closing tag."""
     choices = _list(schema.get("enum")) if isinstance(schema, Mapping) else []
     if choices and all(isinstance(each, str) for each in choices):
         return "(" + " | ".join(json.dumps(f"{each}\n</parameter>\n") for each in choices) + ")"

@@ -26,9 +26,9 @@ Message = Mapping[str, Any]
 
 # Characters of a rendered prompt: far more than the context of a model has.
 _MAX_CHARS = 32_000_000
-# Passes of loops and calls of functions while a template renders: Qwen3's template takes 2 to 10 for each message.
+# Iterations of loops and calls of functions while a template renders. Qwen3's template needs 2 to 10 of them for each message.
 _MAX_STEPS = 500_000
-# Characters of a template's error that the caller is shown. The error may contain a whole message.
+# The most characters of a template's error in our error. The template's error may contain a whole message.
 _MAX_ERROR_CHARS = 500
 
 # No template can use a name with a space, so no template can change the count.
@@ -40,20 +40,20 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_f
 # The space shows whether the template strips the message.
 _END = "\ue000\ue001\ue000 "
 
-# The names that a message's reasoning has in published templates and APIs. The first one is the usual one.
+# The names of a message's reasoning in published templates and APIs, the most common one first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
-# Where a template shows or writes a tool call. Its line breaks may be those of Jinja's strings, and its quotes escaped.
+# The start of a tool call in a template's text. Line breaks may be written as in Jinja's strings, and quotes may be escaped.
 _JSON_CALL = re.compile(r"""<tool_call>(\s|\\n)*\{\\?["'](name|arguments)""")
 _XML_CALL = re.compile(r"<tool_call>(\s|\\n)*<function=")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model marks the parts of an answer, as far as the texts of its chat templates tell.
+    """The marks that a model puts around the parts of an answer, found in the texts of its chat templates.
 
-    `thinks`: the reasoning is before `</think>`. `calls`: what is between `<tool_call>` and `</tool_call>`, an object with
-    `name` and `arguments`, or `<function=NAME>` with a `<parameter=KEY>` for each argument. None: calls in no form known here.
+    `thinks`: reasoning ends with `</think>`. `calls`: the form of the text between `<tool_call>` and `</tool_call>`. It is a JSON
+    object with `name` and `arguments`, or `<function=NAME>` with a `<parameter=KEY>` for each argument. None: another form.
     """
 
     thinks: bool = False
@@ -61,7 +61,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, default: str, tool_use: str) -> "ChatFormat":
-        """`tool_use` is the text of the template for requests with tools."""
+        """Find the marks. `tool_use` is the text of the template for requests with tools."""
         calls = "xml" if _XML_CALL.search(tool_use) else "json" if _JSON_CALL.search(tool_use) else None
         return cls("</think>" in default, calls)  # type: ignore[arg-type]  # a conditional of literals is a str to mypy
 
@@ -70,15 +70,15 @@ class ChatTemplate:
     """A model's chat template, compiled. Safe to call from several threads.
 
     A template is code of the model's authors. It runs in Jinja's sandbox: it reaches neither files nor Python's internals, and
-    it cannot change the messages. A render is limited to 32 million characters, 500,000 passes of loops and calls of
-    functions, and 100,000 numbers in a `range` (the sandbox's limit). A single expression is not limited: `"a" * 10 ** 10` and a
-    string that doubles in a loop take the memory and the time that they need.
+    it cannot change the messages. A render is limited to 32 million characters, to 500,000 iterations of loops and calls of
+    functions, and to 100,000 numbers in a `range` (the sandbox's limit). A single expression has no limit: `"a" * 10 ** 10` and a
+    string that doubles in a loop may take any memory and time.
     """
 
     def __init__(
         self, default: Template, tool_use: Template, special_tokens: Mapping[str, str], format: ChatFormat = ChatFormat()
     ) -> None:
-        """`load` makes it. `tool_use` is for requests with tools. The special tokens are variables of both templates."""
+        """Use `load` instead. `tool_use` is for requests with tools. The special tokens are variables of both templates."""
         self._default, self._tool_use, self._special_tokens, self.format = default, tool_use, special_tokens, format
 
     @classmethod
@@ -112,16 +112,16 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = {},
     ) -> str:
-        """Returns the prompt. The template has put the special tokens in, so tokenise it without them.
+        """Returns the prompt. It already contains the special tokens, so tokenise it without adding them.
 
         Args:
             messages: plain JSON data. A content of text parts becomes one string, with a newline between the parts. A field
                 that is None is left out.
-            tools: as OpenAI's API has them.
+            tools: in the form of OpenAI's API.
             add_generation_prompt: end with the start of the assistant's answer.
             continue_final_message: end within the final message, so that the model continues it. Not together with
                 `add_generation_prompt`.
-            template_kwargs: more variables for the template, as `enable_thinking`.
+            template_kwargs: more variables for the template, such as `enable_thinking`.
         Raises: InvalidInput for messages that the template cannot take, and for a render that exceeds a limit.
         """
         if add_generation_prompt and continue_final_message:
@@ -146,7 +146,7 @@ class ChatTemplate:
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """What a client needs to prepare texts as the model's own tokenizer does: special tokens and chat template. null: none.
+    """The special tokens and the chat template. With them a client prepares texts as the model's own tokenizer does. null: none.
 
     Raises: ModelError naming a file that cannot be read.
     """
@@ -158,7 +158,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
 
 def _rendered(template: Template, variables: dict[str, Any]) -> str:
-    """Raises: InvalidInput for whatever goes wrong in the template."""
+    """The rendered text. Raises: InvalidInput for any error in the template."""
     chunks, num_chars = [], 0
     try:
         for chunk in template.generate({**variables, _STEPS: _Steps()}):
@@ -172,11 +172,11 @@ def _rendered(template: Template, variables: dict[str, Any]) -> str:
 
 
 def _up_to_end(rendered: str, final: str) -> str:
-    """Returns the text up to the mark behind the final message."""
+    """Returns the text up to the mark after the final message."""
     end = rendered.rfind(_END.strip())
     if end < 0 or final.strip() not in rendered:
         raise InvalidInput("`continue_final_message`: the chat template changes or leaves out the content of the final message")
-    # Without the mark's space, the template strips the message. The space before the mark would have gone too.
+    # If the mark has lost its space, the template strips the message. Then it would also strip the space before the mark.
     return rendered[:end] if rendered.startswith(_END, end) else rendered[:end].rstrip()
 
 
@@ -187,7 +187,7 @@ def _prepared(index: int, message: Message) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None}
     if "content" in fields:
         fields["content"] = _text(index, fields["content"])
-    # A template reads the reasoning by one name, and the caller may know another one.
+    # A template reads the reasoning by one name, and the caller may use another one.
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
@@ -209,11 +209,11 @@ def _text(index: int, content: Any) -> str:
     return "\n".join(texts)
 
 
-# The environment of the templates
+# The environment of the templates.
 
 
 class _Steps:
-    """Counts the passes of loops and the calls of functions of one render."""
+    """Counts the iterations of loops and the calls of functions of one render."""
 
     __slots__ = ("_left",)
 
@@ -241,7 +241,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's text for training. The text is rendered as it is."""
+    """{% generation %} ... {% endgeneration %} marks the assistant's text for training. The text is rendered unchanged."""
 
     tags = {"generation"}
 
@@ -253,7 +253,7 @@ class _GenerationTag(Extension):
 class _PublicNamespace(Namespace):
     """Jinja's namespace without names that begin with an underscore. They could reach Python's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # without names, as `namespace(self=1)` is allowed
+    def __init__(*args: Any, **kwargs: Any) -> None:  # without named parameters, because `namespace(self=1)` is allowed
         Namespace.__init__(args[0])
         for name, value in dict(*args[1:], **kwargs).items():
             args[0][name] = value
@@ -265,7 +265,7 @@ class _PublicNamespace(Namespace):
 
 
 class _Dict:
-    """`dict` of a template. The class itself has attributes that the sandbox does not know."""
+    """`dict` in a template. Python's own class has attributes that the sandbox does not check."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -283,7 +283,7 @@ def _limit_loop(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Jinja's own filter escapes HTML and sorts the keys."""
+    """The filter `tojson`. Jinja's own filter escapes HTML and sorts the keys."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -307,18 +307,18 @@ _ENVIRONMENT = _environment()
 
 
 def _compiled(path: Path, source: str) -> Template:
-    """Raises: ModelError naming the file."""
+    """The compiled template. Raises: ModelError naming the file."""
     try:
         return _ENVIRONMENT.from_string(source)
     except Exception as error:  # besides Jinja's own errors: Python's compiler refuses some templates
         raise ModelError(f"the chat template in {path} does not compile: {error}") from error
 
 
-# The files of a model's folder
+# The files of a model's folder.
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, str]]:
-    """Returns the file and the text of each template, by name. Raises: ModelError for what cannot be read."""
+    """Returns the file and the text of each template, by name. Raises: ModelError for a file that cannot be read."""
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     path = folder / "chat_template.jinja"
     files |= {"default": path} if path.is_file() else {}

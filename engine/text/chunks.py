@@ -11,7 +11,7 @@ from engine.options import TokenIds
 
 @dataclass(frozen=True, slots=True)
 class ChunkedText:
-    """A text and the [start, stop) of each chunk: `offsets` in characters of the text, `spans` in positions of `token_ids`."""
+    """A text and the [start, stop) of each chunk. `offsets` are characters of the text, `spans` are positions in `token_ids`."""
 
     token_ids: TokenIds
     spans: tuple[tuple[int, int], ...]
@@ -40,7 +40,7 @@ def original_position(text: str, lower_case: bool, before: int, dropped: int) ->
     Args:
         text: the part of the client's text that was tokenised. With `lower_case`, it was tokenised in lower case, which may have
             another length.
-        before: characters of the prompt, which stands before the text.
+        before: characters of the prompt before the text.
         dropped: characters of the client's text before `text`.
     """
     if not lower_case or len(text.lower()) == len(text):

@@ -1,4 +1,4 @@
-"""Token ids -> text, one token at a time, and cut at the first stop string. No torch here.
+"""Token ids -> text, one token at a time, up to the first stop string. No torch here.
 
 Every token is a fixed string of bytes. The text is these bytes, decoded as UTF-8. So a token costs the same at the start and at
 the end of a long answer, and no earlier token is decoded again. `tokenizers.decoders.DecodeStream` decodes the last tokens at
@@ -16,7 +16,7 @@ from tokenizers import decoders
 from engine.errors import InvalidInput, ModelError
 
 _Utf8Decoder = getincrementaldecoder("utf-8")
-# The longest part of a UTF-8 character that is not a whole character yet.
+# The most bytes of an incomplete UTF-8 character.
 _MAX_PARTIAL_BYTES = 3
 # The names that SentencePiece gives to tokens for a single byte.
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -77,13 +77,14 @@ def token_bytes_of(tokenizer: HFTokenizer) -> TokenBytes:
 class Detokenizer:
     """The text of one answer, as its tokens arrive.
 
-    The pushes and `finish()` together give `tokenizer.decode(prompt_ids + answer)` without the prompt's text, cut at the stop
-    string. There is one exception. If byte tokens (<0x0A>) in sequence are not valid UTF-8, `tokenizers` gives one replacement
-    character for each byte, also for the whole characters among them. They may be with the caller by then, so they stay.
+    The results of all calls of `push` and of `finish` together are `tokenizer.decode(prompt_ids + answer)` without the prompt's
+    text, up to the stop string. There is one exception. If consecutive byte tokens (<0x0A>) are not valid UTF-8, `tokenizers`
+    gives a replacement character for each byte, even for bytes of complete characters. Here complete characters stay, because
+    the caller may already have them.
     A character that begins in the prompt and ends in the answer is in the answer's text.
 
     Attributes:
-        stopped: the stop string that ended the text. None as long as there is none.
+        stopped: the stop string that ended the text, or None.
     """
 
     def __init__(
@@ -98,9 +99,8 @@ class Detokenizer:
     ) -> None:
         """
         Args:
-            shown: special tokens that are text nevertheless, by name, such as `<tool_call>`.
-            stop: strings that end the text. The first one that is complete wins; of two that end at the same character, the
-                longer one.
+            shown: names of special tokens that stay in the text, such as `<tool_call>`.
+            stop: strings that end the text. The first complete one wins. If two end at the same character, the longer one wins.
             include_stop: leave the stop string in the text.
         Raises: InvalidInput for an empty stop string.
         """
@@ -114,13 +114,13 @@ class Detokenizer:
         self._searches = [_Search(each) for each in sorted(stop, key=len, reverse=True)]
         self._first_chars = frozenset(each[0] for each in stop)
         self._include_stop = include_stop
-        self._held = ""  # the end of the text, if a stop string begins with it
+        self._held = ""  # the end of the text, while it may be the beginning of a stop string
         self._utf8 = _Utf8Decoder("replace")
-        self._opening = True  # no token of the text yet
+        self._opening = True  # the text has no token yet
         self._read_prompt(prompt_ids)
 
     def push(self, token_id: int) -> str:
-        """Returns the text that is final with this token. It is empty after the stop string."""
+        """Returns the text that this token makes final. It is empty after the stop string."""
         if self.stopped is not None or token_id in self._skipped:
             return ""
         if self._opening:
@@ -131,9 +131,9 @@ class Detokenizer:
         return self._until_stop(self._utf8.decode(added))
 
     def finish(self) -> str:
-        """Returns the text that was held back. Look at `stopped` afterwards: the last character may complete a stop string.
+        """Returns the text that was held back. Then check `stopped`: the last character may complete a stop string.
 
-        A character that is not complete becomes the replacement character.
+        An incomplete character becomes the replacement character.
         """
         if self.stopped is not None:
             return ""
@@ -150,7 +150,7 @@ class Detokenizer:
         return self._bytes[token_id].decode("utf-8", "replace")
 
     def _read_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Start after the prompt: with the bytes of its last character, if that is not complete."""
+        """Start after the prompt, with the bytes of its last character if that character is incomplete."""
         last = b""
         for token_id in reversed(prompt_ids):
             if token_id not in self._skipped:
@@ -166,7 +166,7 @@ class Detokenizer:
             return added
         text = self._held + added
         for end, char in enumerate(added, start=len(self._held) + 1):
-            # Every search has to see the character, so the list is complete before the longest match is taken.
+            # Every search has to see the character. So this is a list, and the longest match is chosen afterwards.
             found = [search.stop for search in self._searches if search.step(char)]
             if found:
                 self.stopped, self._held = found[0], ""
@@ -177,23 +177,23 @@ class Detokenizer:
 
 
 class _Search:
-    """Looks for one stop string, character by character (Knuth, Morris and Pratt 1977): no stop string makes it slow.
+    """Searches for one stop string, character by character (Knuth, Morris and Pratt 1977). No stop string makes the search slow.
 
     Attributes:
-        matched: characters of the stop string that the text ends with.
+        matched: the number of the stop string's first characters that the text ends with.
     """
 
     __slots__ = ("_shorter", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
         self.stop, self.matched = stop, 0
-        # Of each beginning of the stop string: the longest shorter beginning that it ends with.
+        # For each beginning of the stop string: the longest shorter beginning that it ends with.
         self._shorter = [0] * len(stop)
         for i in range(1, len(stop)):
             self._shorter[i] = self._next(self._shorter[i - 1], stop[i])
 
     def step(self, char: str) -> bool:
-        """Returns whether the text ends with the stop string now. Not to be called after that."""
+        """Returns whether the text now ends with the stop string. Do not call it again after that."""
         self.matched = self._next(self.matched, char)
         return self.matched == len(self.stop)
 

@@ -1,4 +1,4 @@
-"""Grammars that hold an answer to a form: their texts, in llguidance's own format, and the tokens that they allow next.
+"""Grammars that limit an answer to a form: their texts in llguidance's format, and the tokens that they allow next.
 
 Imports neither torch nor tokenizers.
 """
@@ -18,8 +18,8 @@ from engine.options import SamplingOptions
 
 # Bytes of a grammar's text. The time to compile a schema grows with the square of the number of properties.
 MAX_BYTES = 65_536
-# A grammar beyond these is refused, or its answer fails. With llguidance's defaults the first mask of `(a{1000}){1000}` takes
-# 3 s and 200 MB (docs/decisions/031).
+# A grammar that exceeds these limits is refused, or its answer fails. With llguidance's defaults the first mask of
+# `(a{1000}){1000}` takes 3 s and 200 MB (docs/decisions/031).
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,
     step_lexer_fuel=20_000,
@@ -28,16 +28,16 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _MAX_ERROR_CHARS = 300
-# Grammars that a model keeps compiled. Many requests of one program have the same schema, and so have the choices of a request.
+# The most compiled grammars that a model keeps. Requests of one program often share a schema, and choices of a request always do.
 _MOST_COMPILED = 32
-# Whitespace between the parts of JSON. Without a limit, a small model that finds no next word writes whitespace for ever.
+# Whitespace between the parts of JSON. Without a limit, a small model may write whitespace for ever.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 
 Schema = Mapping[str, Any] | bool
 
 
 def of_schema(schema: Schema) -> str:
-    """The grammar of JSON that meets a JSON schema."""
+    """The grammar of JSON that is valid by a JSON schema."""
     return _alone({"json_schema": bounded(schema)})
 
 
@@ -47,7 +47,7 @@ def of_any_object() -> str:
 
 
 def of_regex(pattern: str) -> str:
-    """The grammar of texts that match a regular expression from the first to the last character."""
+    """The grammar of texts that match a regular expression as a whole."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
@@ -57,30 +57,30 @@ def of_choices(choices: Sequence[str]) -> str:
 
 
 def of_lark(text: str) -> str:
-    """The grammar that a text in llguidance's variant of Lark describes."""
+    """The grammar of a text in llguidance's variant of Lark."""
     return _alone({"lark_grammar": text})
 
 
 def with_named(grammar: str, name: str, other: str) -> str:
-    """The grammar, whose Lark text may call the other one by `@name`."""
+    """The grammar together with another one. The grammar's Lark text may refer to the other one by `@name`."""
     (used,) = json.loads(other)["grammars"]
     return json.dumps({"grammars": [*json.loads(grammar)["grammars"], {**used, "name": name}]})
 
 
 def bounded(schema: Schema) -> Schema:
-    """The schema with a limit on whitespace. llguidance takes its options from `x-guidance`; those of a caller stay."""
+    """The schema with a limit on whitespace. llguidance reads its options from `x-guidance`. A caller's own options stay."""
     if schema is False or (schema is not True and "x-guidance" in schema):
         return schema
     return {**({} if schema is True else schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
 
 
 def _alone(grammar: Mapping[str, Any]) -> str:
-    """The text that llguidance takes, of one grammar."""
+    """The text of one grammar in llguidance's format."""
     return json.dumps({"grammars": [grammar]})
 
 
 def check(grammar: str) -> None:
-    """Find faults that show without a tokenizer. Raises: InvalidInput with the compiler's message."""
+    """Find the faults that need no tokenizer. Raises: InvalidInput with the compiler's message."""
     num_bytes = len(grammar.encode(errors="surrogatepass"))
     if num_bytes > MAX_BYTES:
         raise InvalidInput(f"the grammar has {num_bytes} bytes, the limit is {MAX_BYTES}; send a smaller one")
@@ -97,7 +97,7 @@ class Compiler:
     """Makes the matchers of one model's streams. Safe to call from several threads."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer_json` gives the text of a tokenizer.json. It is asked once, for the first grammar."""
+        """`tokenizer_json` gives the text of a tokenizer.json. It is called once, for the first grammar."""
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
         self._lock = Lock()
         self._tokenizer: LLTokenizer | None = None
@@ -118,7 +118,7 @@ class Compiler:
             possible[: self._vocab_size] = True
         else:
             possible[list(options.allowed)] = True
-        # A token that ends a text ends an answer only where it is a stop id; else the answer goes on while the grammar allows it.
+        # An end-of-text token may be chosen only if it is a stop id. Otherwise it would not end the answer.
         possible[[id for id in tokenizer.eos_tokens if id < self._vocab_size and id not in options.stop_ids]] = False
         return Matcher(compiled, np.packbits(possible, bitorder="little").view("<i4"))
 
@@ -139,22 +139,22 @@ def _compile(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 class Matcher:
-    """Where one answer stands in its grammar. One thread at a time may use it."""
+    """The position of one answer in its grammar. Only one thread at a time may use it."""
 
     def __init__(self, matcher: LLMatcher, possible: NDArray[np.int32]) -> None:
-        """`possible`: a bit mask of the tokens that may be chosen at all."""
+        """`possible`: a bit mask of the tokens that may ever be chosen."""
         self._matcher, self._possible = matcher, possible
 
     @property
     def is_over(self) -> bool:
-        """Whether the grammar allows no more after the tokens so far."""
+        """Whether the grammar allows no more tokens."""
         return self._matcher.is_stopped()
 
     def allowed(self, banned: Sequence[int] = ()) -> NDArray[np.int32] | None:
-        """The bit mask of the tokens that may come next, without those `banned`; None where the answer is complete.
+        """The bit mask of the tokens that may come next, without the `banned` ones. None if the answer is complete.
 
         Tokens of the mask that the model does not have are never allowed.
-        Raises: InvalidInput where no token may come and the answer is not complete, and for a grammar that takes too long.
+        Raises: InvalidInput if no token may come and the answer is incomplete, and for a grammar that takes too long.
         """
         whole = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
         self._check()
@@ -166,7 +166,7 @@ class Matcher:
             return mask
         if self._matcher.is_accepting():
             return None
-        raise InvalidInput("no token may be chosen: those that the grammar allows next are excluded by the other options")
+        raise InvalidInput("no token may be chosen: the other options exclude all tokens that the grammar allows next")
 
     def accept(self, token: int) -> None:
         """Consume the token that was chosen. Raises: InvalidInput for a grammar that takes too long."""

@@ -13,7 +13,7 @@ _WAY_OUT = "give a text, a list of token ids, or a 1-D array of whole numbers"
 def checked_ids(index: int, given: object, vocab_size: int) -> NDArray[np.integer[Any]]:
     """Returns the ids of input number `index` as a 1-D array of at least one id.
 
-    Raises: EmptyInput for no ids; InvalidInput for ids outside of the vocabulary, or for anything else than ids.
+    Raises: EmptyInput for no ids; InvalidInput for ids outside of the vocabulary, and for values that are not ids.
     """
     ids = _as_array(index, given)
     if not ids.size:

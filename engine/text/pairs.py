@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import ModelError
 
-# Set in the ids of a pair's second text, for models that tell the two texts apart. `BatchPacker.fill` takes the bit out again.
+# This bit is set in the ids of a pair's second text, for models with segment types. `BatchPacker.fill` removes the bit.
 SECOND_SEGMENT = 1 << 30
 
 Direction = Literal["left", "right"]
@@ -42,7 +42,7 @@ class PairTemplate:
         then = _find(b, whole.ids, start + len(a))
         types = whole.type_ids
         if start < 0 or then < 0 or any(types[start : start + len(a)]) or (typed and max(types) > 1):
-            raise ModelError("the tokenizer's template for pairs could not be told: its tokenizer.json is not supported")
+            raise ModelError("the tokenizer's template for pairs was not recognised: this tokenizer.json is not supported")
         marked = [token + SECOND_SEGMENT * (typed and kind == 1) for token, kind in zip(whole.ids, types, strict=True)]
         mark = SECOND_SEGMENT if typed and types[then] else 0
         return cls(marked[:start], marked[start + len(a) : then], marked[then + len(b) :], mark)
@@ -56,7 +56,7 @@ class PairTemplate:
         return len(self.special)
 
     def join(self, first: list[int], second: list[int], room: int, direction: Direction) -> NDArray[np.int32]:
-        """Returns the pair's ids. `room`: tokens that the two texts may have together; they are truncated to it."""
+        """Returns the pair's ids. `room`: the most tokens of the two texts together. Longer texts are truncated."""
         if len(first) + len(second) > room:
             kept = longest_first(len(first), len(second), room)
             first, second = _truncate(first, kept[0], direction), _truncate(second, kept[1], direction)
@@ -68,7 +68,7 @@ class PairTemplate:
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """Returns the number of tokens that stay of two texts that do not fit. The longer text loses tokens until both have half.
+    """Returns the number of tokens that each of two texts keeps. The longer text loses tokens until both have half of `room`.
 
     Source: `TruncationStrategy::LongestFirst` of tokenizers.
     """
@@ -87,10 +87,10 @@ _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class InstructTemplate:
-    """Qwen3-Reranker's template. The question to the model stands around the pair and is never truncated.
+    """Qwen3-Reranker's template. The template's question surrounds the pair and is never truncated.
 
-    Instruction, query and document are tokenised as one text, as on the model card: a document's first word is then the same
-    token as in training. The document stands at the end, so truncation from the right takes the document's tokens first.
+    Instruction, query and document are tokenised as one text, as on the model card. So a document's first word gives the same
+    token as in training. The document is at the end, so truncation from the right removes the document's tokens first.
     """
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
@@ -106,7 +106,7 @@ class InstructTemplate:
 
     @staticmethod
     def head(instruction: str, query: str) -> str:
-        """Returns the text before a document. A space stands between the two."""
+        """Returns the text before a document. A space separates the two."""
         return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
 
     def wrap(self, body: Encoding, head: int, room: int, direction: Direction) -> NDArray[np.int32]:

@@ -13,7 +13,7 @@ from engine.options import TokenIds
 from engine.text.chat import ChatFormat, ChatTemplate, tokenizer_settings
 from engine.text.detokenizer import Detokenizer, token_bytes_of
 
-# Tokens of a prompt. No model takes as many, and the library copies them in one call, which holds the GIL.
+# The most tokens of a prompt. No model takes as many, and the library copies all of them in one call that holds the GIL.
 _MOST_TOKENS = 1_000_000
 _SLICE = 1 << 16
 
@@ -35,32 +35,32 @@ class Prompts:
 
     @classmethod
     def of(cls, folder: Path, tokenizer: HFTokenizer) -> "Prompts":
-        """Raises: ModelError for a broken chat template too."""
+        """The tokenizer with the folder's settings. Raises: ModelError for a broken chat template, and as `__init__`."""
         return cls(tokenizer, ChatTemplate.load(folder), tokenizer_settings(folder))
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How answers to `encode_chat` mark their parts."""
+        """The marks around the parts of answers to `encode_chat`."""
         return ChatFormat() if self.template is None else self.template.format
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """The ids of a text to continue, with the special tokens that the tokenizer puts before a text.
+        """The ids of a text to continue, with the tokenizer's special tokens before it.
 
-        Raises: InvalidInput for a million tokens.
+        Raises: InvalidInput for more than a million tokens.
         """
         return self._ids(text, add_special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any) -> TokenIds:
-        """The ids of a conversation that the model is to answer. `options` are those of `ChatTemplate.render`.
+        """The ids of a conversation that the model is to answer. `options` are the options of `ChatTemplate.render`.
 
-        Raises: as `encode`; InvalidInput where there is no chat template, and for messages that the template cannot take.
+        Raises: as `encode`; InvalidInput if there is no chat template, and for messages that the template cannot take.
         """
         if self.template is None:
             raise InvalidInput("this model has no chat template, so it takes no messages; give it a text to continue")
         return self._ids(self.template.render(messages, **options), add_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary has it. None: the tokenizer has no such token."""
+        """The token's text in the vocabulary. None: the tokenizer has no such token."""
         token: str | None = self.tokenizer.id_to_token(token_id)
         return token
 
@@ -70,7 +70,7 @@ class Prompts:
         return text
 
     def detokenizer(self, prompt: TokenIds, stop: Sequence[str] = (), **options: Any) -> Detokenizer:
-        """The writer of an answer. `options` are those of `Detokenizer`."""
+        """The detokenizer of an answer. `options` are the options of `Detokenizer`."""
         return Detokenizer(self.tokenizer, prompt.tolist(), stop=stop, **options)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -82,5 +82,5 @@ class Prompts:
         if len(encoding) > _MOST_TOKENS:
             raise InvalidInput(f"the prompt has {len(encoding)} tokens, the limit is {_MOST_TOKENS}; shorten it")
         ids = encoding.ids
-        # In slices: numpy holds the GIL while it reads a list.
+        # In slices, because numpy holds the GIL while it reads a list.
         return np.concatenate([np.array(ids[i : i + _SLICE], dtype=np.int32) for i in range(0, max(1, len(ids)), _SLICE)])

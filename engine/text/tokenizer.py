@@ -23,22 +23,22 @@ from engine.text.ids import checked_ids
 from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
 from engine.text.word_table import WordTable
 
-# Characters that a text may have for each token of the limit. A longer text is truncated or refused before it is tokenised: one
-# huge string costs no more than the longest legal one. TEI has the same factor.
+# The most characters of a text for each token of the limit. A longer text is truncated or refused before it is tokenised, so a
+# huge string costs no more than the longest valid one. TEI has the same factor.
 _CHARS_PER_TOKEN = 250
-# Texts of up to this many characters together take their ids from the word table. For longer ones the library is better: it
-# releases the GIL, and tokenises several texts at once.
+# Texts of up to this many characters together get their ids from the word table. For longer texts the library is faster: it
+# releases the GIL and tokenises several texts at once.
 _WORD_TABLE_CHARS = 2_000
-# A request's prompt stands before each input. A longer prompt times 2,048 inputs would be far more text than a body may hold.
+# A request's prompt is put before each input. With 2,048 inputs a longer prompt would make far more text than a body may have.
 _MAX_PROMPT_CHARS = 8_192
-# Tokens of one text that `Tokenizer.tokens` returns. The library copies each of an encoding's lists in one call, which holds the
-# GIL: for some 10 ms here.
+# The most tokens of one text that `Tokenizer.tokens` returns. The library copies each list of an encoding in one call that holds
+# the GIL, for about 10 ms with this many tokens.
 _MOST_SHOWN_TOKENS = 1 << 16
-# Characters of all pairs of one request. The template repeats the query for each document.
+# The most characters of all pairs of one request. The template repeats the query for each document.
 _MAX_INSTRUCT_CHARS = 64_000_000
 
-# Names of the prompt for each kind of input in published models. The first name that a model has is taken. The names that
-# sentence-transformers uses (`encode_query`, `encode_document`) come first.
+# Names of the prompt for each kind of input in published models. The first name that a model has is used. The names of
+# sentence-transformers (`encode_query`, `encode_document`) come first.
 _PROMPT_NAMES: dict[InputType, tuple[str, ...]] = {
     "query": ("query", "retrieval.query", "search_query", "web_search_query", "s2p_query"),
     "document": ("document", "passage", "corpus", "retrieval.passage", "search_document"),
@@ -74,7 +74,7 @@ class Tokenizer:
         if num_special >= self.max_input_length:
             raise ModelError(f"max_input_length {self.max_input_length} leaves no room beside {num_special} special tokens")
         self._check_special_tokens()
-        # Such models load: EmbeddingGemma's tokenizer has <image_soft_token>, and the model has no embedding of that token.
+        # Such models may load: EmbeddingGemma's tokenizer has <image_soft_token>, for which the model has no embedding.
         self._exceeds_table = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) >= config.vocab_size
 
     @classmethod
@@ -89,7 +89,7 @@ class Tokenizer:
             if config.generation is None or config.embeds:
                 _add_end_of_text(tokenizer, folder)
             made = cls(tokenizer, config)
-            if config.generation is not None:  # else the answer to a prompt would begin after the end of the text
+            if config.generation is not None:  # with the token, a prompt would already have ended before the answer
                 tokenizer.post_processor = as_given
             return made
         except ModelError:
@@ -99,7 +99,7 @@ class Tokenizer:
 
     @property
     def shared(self) -> HFTokenizer:
-        """The library's tokenizer, for others to encode with. Nobody changes it."""
+        """The library's tokenizer, for other code to encode with. No code may change it."""
         return self._tokenizer
 
     @property
@@ -107,7 +107,7 @@ class Tokenizer:
         return len(self._prefix) + len(self._suffix)
 
     def ids(self, tokens: Sequence[str]) -> list[int]:
-        """Returns the ids of those tokens that are in the vocabulary."""
+        """Returns the ids of the tokens that are in the vocabulary."""
         return [id for token in tokens if (id := self._tokenizer.token_to_id(token)) is not None]
 
     def limit_to(self, max_input_length: int) -> None:
@@ -116,11 +116,11 @@ class Tokenizer:
         self.max_chars = max_input_length * _CHARS_PER_TOKEN
 
     def encode(self, inputs: Sequence[Input], options: EncodeOptions) -> list[TokenIds]:
-        """Encode a request's inputs, in order. Texts get the prompt and special tokens. Ids are used as they are.
+        """Encode a request's inputs, in order. Texts get the prompt and special tokens. Ids are used unchanged.
 
         Returns: one int32 array per input, at least one id each, at most `max_input_length`.
-        Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded. A text with a token that
-            has no embedding is an InvalidInput.
+        Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded. InvalidInput also for a
+            text with a token that has no embedding.
         """
         prompt = self._prompt_text(options)
         _check_room(options, self.num_special)
@@ -141,10 +141,10 @@ class Tokenizer:
         """Encode pairs of texts for a classifier or a reranker, in order. One text of a pair may be empty.
 
         Args:
-            options: without a prompt. The default prompt is not put before pairs.
+            options: options without a prompt. Pairs get no default prompt either.
             instruction: replaces the model's instruction, if the model's template has one.
-        Returns: one int32 array per pair, at most `max_input_length` ids. If the model tells the two texts apart, the ids of the
-            second text have SECOND_SEGMENT set.
+        Returns: one int32 array per pair, at most `max_input_length` ids. If the model has segment types, SECOND_SEGMENT is set
+            in the ids of the second text.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first pair that cannot be encoded.
         """
         assert self._pairs is not None, "pairs are for classifiers and rerankers"
@@ -160,7 +160,7 @@ class Tokenizer:
         return self._join(self._pairs, checked, options)
 
     def prompt(self, options: EncodeOptions) -> str:
-        """Returns the text to put before a request's texts: the request's prompt, else the default prompt, else "".
+        """Returns the text before a request's texts: the request's prompt, otherwise the default prompt, otherwise "".
 
         Raises: InvalidInput for a prompt that the model does not have, or that cannot be used.
         """
@@ -174,7 +174,7 @@ class Tokenizer:
         return self._config.default_prompt or ""
 
     def tokens(self, texts: Sequence[str], add_special_tokens: bool, options: EncodeOptions) -> list[list[Token]]:
-        """Returns all tokens of each text, with byte offsets into prompt + text. The default prompt is left out.
+        """Returns all tokens of each text, with byte offsets into prompt + text. The default prompt is not added.
 
         Raises: as `encode`; InvalidInput for a text of too many tokens.
         """
@@ -193,9 +193,9 @@ class Tokenizer:
         Args:
             index: number of the input in its request, for errors.
             overlap: each chunk begins with the last `overlap` tokens of the chunk before.
-            most: chunks that the text may have.
-            whole: how the text is encoded as one input. Text beyond the limit is in no chunk, or refused. None takes all of the
-                text's tokens, without prompt and special tokens.
+            most: the most chunks of the text.
+            whole: the options to encode the text as one input. Text beyond the limit is in no chunk, or it is refused. None: all
+                tokens of the text count, without prompt and special tokens.
         Raises: as `encode`; InvalidInput for more than `most` chunks.
         """
         prompt, dropped, texts = "", 0, _checked(index, (text,))
@@ -223,7 +223,7 @@ class Tokenizer:
         )
 
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """Raises: EmptyInput for a sequence without ids, InvalidInput for an id outside the vocabulary."""
+        """Each sequence's text. Raises: EmptyInput for a sequence without ids, InvalidInput for ids outside the vocabulary."""
         for index, ids in enumerate(sequences):
             if not ids:
                 raise EmptyInput("`input_ids` cannot be empty")
@@ -271,7 +271,7 @@ class Tokenizer:
         return given
 
     def _join(self, template: PairTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions) -> list[TokenIds]:
-        texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # a query of many pairs is tokenised once
+        texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # the query of many pairs is tokenised only once
         ids = {text: each.ids for text, each in zip(texts, self._encode_batch(texts, False), strict=True)}
         room = self._limit(options) - template.num_special
         if not options.truncate:
@@ -330,7 +330,7 @@ class Tokenizer:
         return min(self.max_input_length, options.max_tokens or self.max_input_length)
 
     def _kept(self, length: int, room: int, num_special: int, options: EncodeOptions) -> slice:
-        """Returns which of `length` tokens stay in `room`. Raises: InvalidInput for too many, if they may not be truncated."""
+        """Returns the part of `length` tokens that stays in `room`. Raises: InvalidInput for too many without truncation."""
         if length <= room:
             return slice(None)
         if not options.truncate:
@@ -359,12 +359,12 @@ class Tokenizer:
         return ids
 
     def _check_special_tokens(self) -> None:
-        """Raises: ModelError for a special token without an embedding, as every text would hold the token."""
+        """Raises: ModelError for a special token without an embedding, because every text would contain the token."""
         special = [*self._prefix, *self._suffix, *(self._pairs.special if self._pairs else ())]
         highest = max((each & ~SECOND_SEGMENT for each in special), default=0)
         if highest >= self._config.vocab_size:
             raise ModelError(
-                f"the tokenizer puts around each text {self._unknown(highest)}; resize the model's embeddings to the tokenizer"
+                f"around each text the tokenizer puts {self._unknown(highest)}; resize the model's embeddings to the tokenizer"
             )
 
     def _unknown(self, token_id: int) -> str:
@@ -387,7 +387,7 @@ def _check_room(options: EncodeOptions, num_special: int) -> None:
 
 
 def _pair_template(tokenizer: HFTokenizer, config: ModelConfig) -> PairTemplate | InstructTemplate | None:
-    """Returns how two texts become one input. None for a model that only embeds."""
+    """Returns the template that makes one input of two texts. None for a model that only embeds."""
     if config.task == "embedding":
         return None
     if config.instruction is not None:
@@ -396,21 +396,21 @@ def _pair_template(tokenizer: HFTokenizer, config: ModelConfig) -> PairTemplate 
 
 
 def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
-    """Returns the special tokens before and after a text. Found by encoding a text with and without them."""
+    """Returns the special tokens before and after a text. They are found by encoding a text with and without them."""
     for probe in ("a", "hello world", "1"):
         bare = tokenizer.encode(probe, add_special_tokens=False).ids
         full = tokenizer.encode(probe).ids
         for start in range(len(full) - len(bare) + 1):
             if bare and full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
-    raise ModelError("the tokenizer's special tokens could not be told from its content: its tokenizer.json is not supported")
+    raise ModelError("the tokenizer's special tokens were not recognised: this tokenizer.json is not supported")
 
 
 def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
     """Let the tokenizer end each text with the end-of-text token, if tokenizer_config.json says so and tokenizer.json does not.
 
-    gte-Qwen2 is such a model, and last-token pooling reads this token. Only the Llama and Gemma tokenizers, and tokenizers of a
-    folder's own code, heed `add_eos_token`.
+    gte-Qwen2 is such a model, and last-token pooling reads this token. Only the Llama and Gemma tokenizers, and tokenizers with
+    code in the folder, obey `add_eos_token`.
     """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -438,7 +438,7 @@ def _tokens_of(text: str, encoding: Encoding) -> list[Token]:
     num_bytes = 1 + sum((code_points >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
     byte_at = np.concatenate(([0], np.cumsum(num_bytes)))
     tokens = []
-    # Each list by a call of its own: the interpreter lets other threads run only between calls.
+    # Each list is read by a separate call, because the interpreter lets other threads run only between calls.
     columns = [getattr(encoding, name) for name in ("ids", "tokens", "offsets", "special_tokens_mask")]
     for token_id, name, (start, stop), special in zip(*columns, strict=True):
         if special:

@@ -1,7 +1,7 @@
 """Token ids of short ASCII texts, word by word from a table.
 
-The `tokenizers` library takes 1.5 to 4 us for a token, because it keeps the place of each character through each of its steps. A
-request needs only ids. The ids of a word do not depend on the words around it, so this table asks the library once for each word.
+The `tokenizers` library takes 1.5 to 4 us for a token, because each of its steps tracks the position of each character. A request
+needs only ids. The ids of a word do not depend on the words around it, so this table asks the library once for each word.
 """
 
 import json
@@ -17,7 +17,7 @@ _MOST_WORDS = 1 << 16
 # A longer word is not kept. Most words of this length occur once.
 _LONGEST_WORD = 32
 
-# Other control characters are removed by some tokenizers, and are white space for others.
+# Some tokenizers remove other control characters, and for some they are white space.
 _PLAIN = re.compile(r"[\t\n\r -~]*")
 _BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 # The pattern in the tokenizers of Qwen2 and Qwen3, and the same pattern for ASCII: Python's `re` has no \p{L} and \p{N}.
@@ -32,24 +32,25 @@ QWEN_STEPS = [
 
 
 class WordTable:
-    """The ids of the words that were seen. Safe to call from several threads."""
+    """The ids of all words so far. Safe to call from several threads."""
 
     def __init__(self, tokenizer: HFTokenizer, words: re.Pattern[str], lowercase: bool) -> None:
         self._tokenizer, self._words, self._lowercase = tokenizer, words, lowercase
         self._ids: dict[str, tuple[int, ...]] = {}
         added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
-        # A text with an added token, such as "[SEP]", is not only words. Its first character is looked for first: this is fast.
+        # A text with an added token, such as "[SEP]", is not only words. The search begins with the first characters of added
+        # tokens, because that is fast.
         # The case is ignored, because the library finds some added tokens in the lower-case text.
         self._marks = "".join({each[0].lower() for each in added} | {each[0].upper() for each in added})
         self._added = re.compile("|".join(map(re.escape, added)), re.IGNORECASE)
 
     @classmethod
     def of(cls, tokenizer: HFTokenizer) -> "WordTable | None":
-        """The table of a tokenizer that neither truncates nor pads. None for a kind of tokenizer that is not known here."""
+        """The table of a tokenizer that neither truncates nor pads. None for other kinds of tokenizers."""
         normalizer, pre = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
         model = tokenizer.model
         if any(each.normalized and not each.content.isascii() for each in tokenizer.get_added_tokens_decoder().values()):
-            return None  # without its accents, such a token may be in an ASCII text
+            return None  # an added token with accents could match an ASCII text once its accents are removed
         if normalizer.get("type") == "BertNormalizer" and pre == {"type": "BertPreTokenizer"} and isinstance(model, WordPiece):
             return cls(tokenizer, _BERT_WORDS, bool(normalizer["lowercase"]))
         is_qwen = normalizer.get("type", "NFC") == "NFC" and pre.get("type") == "Sequence" and pre["pretokenizers"] == QWEN_STEPS
@@ -82,6 +83,6 @@ class WordTable:
 
 
 def _state(step: Any) -> dict[str, Any]:
-    """A step of a tokenizer as its tokenizer.json has it. Empty for None."""
+    """A step of a tokenizer in the form of tokenizer.json. Empty for None."""
     found: dict[str, Any] = json.loads(step.__getstate__()) if step is not None else {}
     return found

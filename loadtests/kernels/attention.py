@@ -1,4 +1,4 @@
-"""Varlen attention against FlashAttention 2, cuDNN, eager torch and a naive CUDA kernel, on packed batches of 32,768 tokens.
+"""Measures varlen attention against FlashAttention 2, cuDNN, eager torch and a naive CUDA kernel, on batches of 32,768 tokens.
 
 python -m loadtests.kernels.attention
 """
@@ -25,21 +25,21 @@ TOKENS = 32768
 HEADS = {"32 query heads, 8 key heads, D 128": (32, 8, 128), "16, 8, D 128": (16, 8, 128), "12, 12, D 64": (12, 12, 64)}
 LENGTHS = (128, 512, 2048, 8192)
 BERT_LONGEST = 512
-EXACT_TOKENS = 8192  # of a batch, compared with fp32
+EXACT_TOKENS = 8192  # the tokens of a batch that are compared with fp32
 NAIVE_LONGEST = 2048
-EAGER_SCORES = 1 << 31  # one matrix of scores at a time may have so many: 4 GiB in bf16
+EAGER_SCORES = 1 << 31  # the most scores of eager's matrix: 4 GiB in bf16
 TOLERANCE = 0.05  # eager rounds its weights to bf16
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     run: Callable[[], Any]
-    packed: Callable[[Any], Tensor]  # what `run` returns -> [T, H, D]; not timed
+    packed: Callable[[Any], Tensor]  # turns the result of `run` into [T, H, D]; not timed
 
 
 def ours(batch: AttentionBatch, causal: bool) -> Method:
     tiles, shape, bounds, queue = batch.packed.tiles, batch.packed.tile_shape, batch.packed.bounds, batch.packed.queue
-    assert shape is not None, "ours runs here"
+    assert shape is not None, "our kernel runs on this GPU"
 
     def run() -> Tensor:
         return kernels.attention(batch.q, batch.k, batch.v, tiles, shape, bounds, causal, queue=queue)
@@ -54,7 +54,7 @@ def flash_attention_2(batch: AttentionBatch, causal: bool) -> Method:
 
 
 def cudnn(batch: AttentionBatch, causal: bool) -> Method | None:
-    """None for ragged batches, and where this cuDNN refuses the shape."""
+    """SDPA by cuDNN. None for ragged batches, and if this cuDNN refuses the shape."""
     if len(set(batch.lengths)) > 1:
         return None
     q, k, v = (x.unflatten(0, (-1, batch.longest)).transpose(1, 2) for x in (batch.q, batch.k, batch.v))  # [B, heads, L, D]
@@ -72,7 +72,7 @@ def cudnn(batch: AttentionBatch, causal: bool) -> Method | None:
 
 
 def eager(batch: AttentionBatch, causal: bool) -> Method:
-    """`eager_attention_forward` of transformers on padded sequences; padding and mask are made beforehand."""
+    """`eager_attention_forward` of transformers on padded sequences. Padding and mask are not timed."""
     q, k, v = (padded(x, batch.lengths) for x in (batch.q, batch.k, batch.v))  # [B, heads, longest, D]
     mask = additive_mask(batch, causal)
     most = max(1, EAGER_SCORES // (q.shape[1] * batch.longest**2))
@@ -109,12 +109,12 @@ METHODS: dict[str, Callable[[AttentionBatch, bool], Method | None]] = {
 
 
 def padded(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """[T, heads, D] -> [B, heads, longest, D], zeros behind each sequence."""
+    """[T, heads, D] -> [B, heads, longest, D], with zeros after each sequence."""
     return torch.nn.utils.rnn.pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2).contiguous()
 
 
 def additive_mask(batch: AttentionBatch, causal: bool) -> Tensor | None:
-    """[B or 1, 1, longest or 1, longest] bf16, 0 where seen, else the least value; None where all is seen."""
+    """[B or 1, 1, longest or 1, longest] bf16: 0 for visible keys, the least value for others. None if all keys are visible."""
     ragged = len(set(batch.lengths)) > 1
     if not ragged and not causal:
         return None
@@ -132,7 +132,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def error_of(out: Tensor, batch: AttentionBatch, causal: bool) -> float:
-    """Of our output against SDPA in fp32, on the batch's first sequences."""
+    """The error of our output against SDPA in fp32, on the batch's first sequences."""
     lengths = batch.lengths[: sum(end <= EXACT_TOKENS for end in accumulate(batch.lengths))]
     q, k, v = (x[: sum(lengths)].float() for x in (batch.q, batch.k, batch.v))
     return relative_error(out[: len(q)], reference.attention(q, k, v, lengths, causal))

@@ -1,4 +1,6 @@
-"""Attention of decode steps over the paged cache, beside torch's SDPA over contiguous keys and values and the time to read them.
+"""Measures attention of decode steps over the paged cache, beside the time to read keys and values.
+
+It is also compared to torch's SDPA over contiguous keys and values.
 
 python -m loadtests.kernels.attention_decode
 """
@@ -23,9 +25,9 @@ DEVICE = torch.device("cuda", 0)
 HEADS = {"Qwen3 0.6B": (16, 8, 128), "Qwen3 4B and 8B": (32, 8, 128)}
 BATCHES, CONTEXTS = (1, 8, 64, 256), (128, 800, 4096)
 BLOCKS_PER_SM = 2
-ROTATE_BYTES = 400 << 20  # of caches that take turns, so that none is in the L2 cache
-TOLERANCE = 0.02  # of the largest value
-# Of a block, for D 128; each with the blocks for each SM that decode_items is to make.
+ROTATE_BYTES = 400 << 20  # bytes of the caches that take turns, so that none is in the L2 cache
+TOLERANCE = 0.02  # as a part of the largest value
+# Shapes of a block for D 128. Each is measured with several numbers of blocks for each SM.
 SHAPES = [DecodeShape(4, 2), DecodeShape(4, 3), DecodeShape(2, 3), DecodeShape(2, 4), DecodeShape(2, 6), DecodeShape(1, 6)]
 CUTS = (1, 2, 3, 4, 6)
 LONG = ((1, 4096), (8, 4096), (64, 4096), (1, 32768), (16, 32768))  # for the comparison of 16 bits and 8
@@ -35,7 +37,7 @@ TUNED = ((1, 800), (1, 4096), (8, 800), (64, 800), (256, 800))
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Sequences of one length, their pages in random order, in several caches."""
+    """Sequences of one length in several caches, with their pages in random order."""
 
     q: Tensor  # [B, H, D]
     caches: Sequence[Tensor | Cache8]  # [2, S, K, D] each
@@ -64,7 +66,7 @@ class Step:
         return seconds_of(lambda i: attention_decode(self.q, self.caches[i % count], items, self.pages, workspace, shape=shape))
 
     def in_8_bits(self) -> "Step":
-        """The same step, over caches in 8 bits: twice as many, as each is half as large."""
+        """The same step over caches in 8 bits. There are twice as many caches, because each is half as large."""
         caches = [
             Cache8(codes, scales.transpose(1, 2).contiguous())
             for cache in [*self.caches, *self.caches]

@@ -1,4 +1,4 @@
-"""Packed batches of given lengths and random Q, K, V: what the kernels are timed on."""
+"""Packed batches of given lengths with random Q, K and V, for the measurements of kernels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class AttentionBatch:
         return self.q.shape[1] // self.k.shape[1]
 
     def flops(self, causal: bool) -> float:
-        """Of the two products, over the pairs that see each other; causal counts as half."""
+        """FLOPs of both products over the pairs of query and key. Causal counts half of the pairs."""
         pairs = sum(length**2 for length in self.lengths) / (2 if causal else 1)
         return 4 * pairs * self.q.shape[1] * self.q.shape[2]
 

@@ -1,4 +1,4 @@
-"""The kernels that only move data, at real shapes, against the bandwidth of a copy and against torch.
+"""Measures the kernels that only move data, at real shapes, against the bandwidth of a copy and against torch.
 
 python -m loadtests.kernels.elementwise
 """
@@ -20,7 +20,7 @@ from loadtests.kernels.batches import DEVICE, packed
 from loadtests.report import write
 from loadtests.traces import mixed_lengths
 
-TOKENS = (16384, 512, 16)  # the first from memory, the others as latency
+TOKENS = (16384, 512, 16)  # the first measures bandwidth from memory, the others latency
 ROTATED_BYTES = 400 << 20  # eight times the L2 cache of an H200
 EPS = 1e-6
 Call = Callable[[int], Any]
@@ -31,11 +31,11 @@ class Case:
     op: str
     num_bytes: int  # each input read once, each output written once
     ours: Call
-    theirs: Call  # what torch offers for it
+    theirs: Call  # torch's way to compute the op
 
 
 class Rotating:
-    """Random tensors of one shape, [i] being the i-th, round and round: `cold` ones together exceed the cache many times."""
+    """Random tensors of one shape; `[i]` repeats after the last one. `cold` tensors together exceed the cache many times."""
 
     def __init__(self, *size: int, cold: bool, dtype: torch.dtype = torch.bfloat16) -> None:
         self.nbytes = dtype.itemsize * torch.Size(size).numel()
@@ -47,7 +47,7 @@ class Rotating:
 
 
 def qwen3_cases(config: Any, num_tokens: int) -> Iterator[Case]:
-    """Every op of a Qwen3 layer but the linear ones, then embedding and pooling; `config` is transformers'."""
+    """Every op of a Qwen3 layer except the linear ones, then embedding and pooling. `config` is transformers' config."""
     size, cold = config.hidden_size, num_tokens == TOKENS[0]
     batch = packed(mixed_lengths(num_tokens, seed=0))
     x, residual, weight = Rotating(num_tokens, size, cold=cold), Rotating(num_tokens, size, cold=cold), random(size)
@@ -116,7 +116,7 @@ def norm_rope_case(config: Any, batch: PackedBatch, cold: bool) -> Case:
     qkv = Rotating(batch.num_tokens, heads + 2 * kv_heads, size, cold=cold)
     q_weight, k_weight = random(size), random(size)
     table = reference.rope_table(size, 1e6, max(batch.lengths), DEVICE)
-    # As transformers does it: the cosines of a batch are computed once for all layers, so not here.
+    # transformers computes the cosines of a batch once for all layers, so they are not timed.
     angles = table[batch.positions].to(torch.bfloat16).unsqueeze(1)
     cos, sin = (torch.cat((part, part), dim=-1) for part in angles.unbind(-1))  # [T, 1, D]
 
@@ -137,7 +137,7 @@ def norm_rope_case(config: Any, batch: PackedBatch, cold: bool) -> Case:
 
 
 def pooling_cases(hidden: Rotating, batch: PackedBatch, rows: Rotating) -> Iterator[Case]:
-    """`rows` [T, C] is what pool_finish is given: as many rows as there are tokens, so that it has something to move."""
+    """`rows` [T, C] is the input of pool_finish: one row for each token, so that the kernel has enough data to move."""
     num_rows, size = rows[0].shape
     dimensions = torch.full((num_rows,), size, dtype=torch.int32, device=DEVICE)
     normalize = torch.ones_like(dimensions)
@@ -183,7 +183,7 @@ def measure(full: Case, latencies: dict[int, Case], bandwidth: float) -> dict[st
 
 
 def same_size(num_bytes: int) -> Call:
-    """The least a kernel of torch does with so many bytes: half of them read, half written."""
+    """torch's simplest kernel for so many bytes: it reads half of them and writes half."""
     x = Rotating(num_bytes // 4, cold=True)
     return lambda i: torch.neg(x[i])
 

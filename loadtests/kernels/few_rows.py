@@ -1,4 +1,6 @@
-"""x W^T for a handful of rows at the models' shapes, alone and as a chain of layers, beside cuBLAS and the time to read W.
+"""Measures x W^T for a few rows at the models' shapes, beside cuBLAS and the time to read W.
+
+The products are measured alone and as a chain of layers.
 
 python -m loadtests.kernels.few_rows
 """
@@ -23,19 +25,19 @@ EPS = 1e-6
 NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36}
 W = TypeVar("W")
 Product = Callable[[Any, W, FollowedBy, Tensor, Tensor], Any]
-ROTATE_BYTES = 400 << 20  # of weights that take turns, so that none is in the L2 cache
+ROTATE_BYTES = 400 << 20  # bytes of the weights that take turns, so that none is in the L2 cache
 
 
 def product(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
-    """As a layer has it: x is normalised, or what comes out is added to."""
+    """A product as in a layer: either x is normalised first, or the product is added to `y`."""
     normed = follows != "residual"
     shape = few_rows_shape(*w.shape, padded(len(x)), normed, num_sms(x.device))
-    assert shape is not None, "these are models' shapes"
+    assert shape is not None, "the kernel takes the models' shapes"
     return few_rows(x, w, shape, follows, None if normed else y, norm if normed else None)
 
 
 def usual(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
-    """The same by cuBLAS, with a kernel for the norm and one for SwiGLU."""
+    """The same with cuBLAS, and with a kernel each for the norm and for SwiGLU."""
     if follows == "residual":
         return y.addmm_(x, w.t())
     product = torch.mm(rms_norm(x, norm, EPS), w.t())
@@ -76,11 +78,11 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
 def chains(
     bandwidth: float, rows: Sequence[int], matrix: Callable[[int, int], W], nbytes: Callable[[W], int], product: Product[W]
 ) -> Iterator[dict[str, Any]]:
-    """All the products of a forward pass, each waiting for the one before it.
+    """Measures all products of a forward pass. Each product waits for the one before it.
 
     Args:
         matrix: makes W [n, k].
-        product: as `product` here.
+        product: a function like `product` in this file.
     """
     for model, layer in LAYERS.items():
         weights = [[matrix(n, k) for _, n, k, _ in layer] for _ in range(NUM_LAYERS[model])]
@@ -98,7 +100,7 @@ def chains(
 
             run()  # compiles
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # the host is slower than the GPU where a kernel takes microseconds
+            with torch.cuda.graph(graph):  # a kernel takes microseconds, and the host would be slower than the GPU
                 run()
             seconds = seconds_of(lambda _: graph.replay(), captured=False)  # noqa: B023
             yield {"model": model, "rows": m, "ours ms": 1e3 * seconds, "floor ms": 1e3 * floor, "floor / ours": floor / seconds}

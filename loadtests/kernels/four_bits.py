@@ -1,5 +1,6 @@
-"""x W^T for W in 4 bits at the models' shapes, alone and as a chain of layers, beside cuBLAS in bf16 and the time to read W.
-Chains of layers in 8 bits, too.
+"""Measures x W^T for W in 4 bits at the models' shapes, beside cuBLAS in bf16 and the time to read W.
+
+The products are measured alone and as a chain of layers. Chains of layers in 8 bits are measured, too.
 
 python -m loadtests.kernels.four_bits
 """
@@ -27,14 +28,14 @@ GROUP = 128
 
 
 def packed(n: int, k: int) -> Packed:
-    """Random codes, with scales as of a matrix whose products stay as large as x."""
+    """Random codes. The scales are such that products are about as large as x."""
     codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
     scales = (torch.rand(n, k // GROUP, device="cuda") + 0.5) / (5 * k**0.5)
     return pack4(codes, scales.half())
 
 
 def product(x: Tensor, weight: Packed, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
-    """As a layer has it: x is normalised, or what comes out is added to."""
+    """A product as in a layer: either x is normalised first, or the product is added to `y`."""
     if follows == "residual":
         return kernels.linear4_add(x, weight, y)
     return (kernels.linear4_swiglu if follows == "swiglu" else kernels.linear4)(x, weight, norm, 1e-6)
@@ -73,10 +74,10 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
 
 
 def product8(x: MaybeQuantized, weight: Quantized, follows: FollowedBy, y: Tensor, norm: Tensor) -> MaybeQuantized:
-    """As `product`, of layers in 8 bits: x is quantised first."""
+    """Like `product`, for layers in 8 bits: x is quantised first."""
     if follows == "residual":
         pending = kernels.linear8_add(x, weight, y)
-        return y if pending is None else y.add_(pending)  # a layer leaves the sum to the norm behind
+        return y if pending is None else y.add_(pending)  # in a layer the next norm computes this sum
     return (kernels.linear8_swiglu if follows == "swiglu" else kernels.linear8)(x, weight, norm, 1e-6)
 
 

@@ -1,4 +1,4 @@
-"""x W^T on Hopper at the models' shapes, beside cuBLAS and the elementwise kernels that follow it there.
+"""Measures x W^T on Hopper at the models' shapes, beside cuBLAS with the elementwise kernels that follow it.
 
 python -m loadtests.kernels.gemm
 """
@@ -16,7 +16,7 @@ from engine.measure.timing import gemm_rate, seconds_of
 from loadtests.report import write
 
 
-# Of a layer: name, N, K, what follows.
+# The products of a layer: name, N, K, and the op that follows.
 def layers(hidden: int, mixed: int, wide: int, qkv: int) -> list[tuple[str, int, int, FollowedBy]]:
     return [
         ("qkv", qkv, hidden, "nothing"),
@@ -45,7 +45,7 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 def cublas(
     x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: FollowedBy, y: Tensor
 ) -> Callable[[int], Any]:
-    """In 8 bits the residual and SwiGLU are kernels of their own, and SwiGLU's result is in 8 bits again."""
+    """cuBLAS and the op that follows. In 8 bits the residual and SwiGLU are separate kernels. SwiGLU's result is in 8 bits."""
     if x_scale is None or w_scale is None:
         if follows == "residual":
             return lambda _: y.addmm_(x, w.t())
@@ -65,7 +65,7 @@ def cublas(
 def ours(
     x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: FollowedBy, y: Tensor
 ) -> Callable[[int], Any]:
-    """On random values it does not matter which rows of `w` are the gate's."""
+    """Our kernel. With random values the order of the gate's and up's rows in `w` does not matter."""
     residual = y if follows == "residual" else None
     if follows == "swiglu" and x_scale is not None:
         return lambda _: quantize(gemm_hopper(x, w, follows, None, x_scale, w_scale), x.dtype)

@@ -1,4 +1,4 @@
-"""Attention as one writes it the first time: a thread block a query row and head, no tensor cores, no tiles."""
+"""A simple attention kernel for comparison: one thread block for each query row and head, no tensor cores, no tiles."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.kernels.launch import arch_of
 
 THREADS = 128
-MOST_KEYS = 8192  # their scores fit into the shared memory a block has without asking for more
+MOST_KEYS = 8192  # their scores fit into the shared memory that a block has by default
 
 SOURCE = """
 // Scores of one row in shared memory (fp32), a thread a key; their softmax; then a thread a column of the output.
@@ -79,7 +79,7 @@ naive_attention(const u16* __restrict__ q, const u16* __restrict__ k, const u16*
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, causal: bool) -> Tensor:
-    """As `engine.kernels.attention`, in bf16; `longest` is the longest sequence, at most MOST_KEYS tokens."""
+    """Like `engine.kernels.attention`, in bf16. `longest` is the longest sequence, at most MOST_KEYS tokens."""
     num_tokens, heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     launch(

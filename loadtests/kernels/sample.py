@@ -1,4 +1,4 @@
-"""Choosing the next tokens from the logits, beside the time to read the logits, and beside torch as transformers does it.
+"""Measures the choice of next tokens from logits, beside the time to read the logits and beside transformers' torch operations.
 
 python -m loadtests.kernels.sample
 """
@@ -23,13 +23,13 @@ OPTIONS = {
     "top-k 20, top-p 0.95": SamplingOptions(max_tokens=1, temperature=0.7, top_k=20, top_p=0.95),
     "top-p 0.95": SamplingOptions(max_tokens=1, temperature=0.7, top_p=0.95),
 }
-# The standard deviation of random normal logits. The first is as peaked as a model's; rows of the second have candidates by the
-# thousand, and top-p alone has to read them several times.
+# The standard deviation of random normal logits. The first is as peaked as a model's logits. Rows of the second have thousands
+# of candidates, and top-p without top-k has to read them several times.
 SCALES = {"peaked": 4.0, "flat": 0.5}
 
 
 def in_torch(logits: Tensor, options: SamplingOptions) -> Tensor:
-    """The operations of transformers' warpers and of its draw."""
+    """The operations of transformers' logits warpers and of its draw."""
     if options.temperature == 0:
         return logits.argmax(1)
     scores = logits.float() / options.temperature

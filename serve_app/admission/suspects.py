@@ -1,7 +1,7 @@
 """Remembers the requests that were in flight when a replica died, because one of them may have killed the replica.
 
 A request with one death is a suspect. Only one suspect runs at a time, so a second death is certainly its own fault. A request
-with two deaths is refused for `REFUSED_S`. A suspect that is answered is a suspect no more (docs/decisions/034).
+with two deaths is refused for `REFUSED_S`. A suspect that gets its answer is no longer a suspect (docs/decisions/034).
 """
 
 import asyncio

@@ -125,7 +125,7 @@ class Answers(ABC):
 
     @abstractmethod
     def _delta_chunks(self, delta: Delta) -> list[bytes]:
-        """The chunks that tell a delta."""
+        """The chunks for a delta."""
 
 
 def end_of(delta: Delta) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def nodes_of_replicas(laboratory: Lab) -> dict[str, str]:
 
 
 def lost(laboratory: Lab, seconds: float, fault: str) -> dict[str, int]:
-    """The failed requests of a load during which a node goes away."""
+    """The failed requests of a load during which a node is lost."""
     load = Site(laboratory).load((0.3 * cluster.capacity(STARTED), 5 + seconds))
     load.at(5)
     getattr(laboratory.members[fault.split()[1]], fault.split()[0])()

@@ -69,7 +69,7 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
         names = {member.labels[NODE_LABEL] for member in ask(head.address, {**os.environ, "RAY_AUTH_MODE": "token"}).members}
         assert names == {"first", "second"}
 
-        for _ in range(4):  # on a busy machine the first process of a node takes longer to start than the command waits
+        for _ in range(4):  # on a busy machine the start of a node's first process takes longer than the command waits
             status = _said("cluster", "status", "--json")
             if all(node["problem"] is None for node in status["nodes"]):
                 break
@@ -90,7 +90,7 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
         assert of_worker
         assert not of_worker & of_head
         assert {"raylet", "gcs_server"} <= {process.name() for process in of_head}
-        assert stop() >= len(of_worker)  # more may have started since: Ray's agents take their time
+        assert stop() >= len(of_worker)  # Ray's agents may start later, so there may be more processes
         assert alive(of_worker) == []
         assert len(alive(of_head)) == len(of_head)
     finally:
@@ -107,7 +107,7 @@ def test_a_head_and_a_worker_come_up_and_leave_nothing_behind(folder: Path, monk
 @pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes more than a minute: make test-nodes")
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs the program redis-server")
 def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is killed at once, like by a crash. An actor on the other node keeps its memory."""
+    """The head is killed as in a crash. An actor on the other node keeps its memory."""
     redis_port, port, dashboard_port = free_port(), free_port(), free_port()
     monkeypatch.setenv("RAY_REDIS_PASSWORD", "secret")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a token of both nodes")
@@ -136,7 +136,7 @@ def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, m
             process.kill()
         assert "raylet" in {process.name() for process in find_processes(worker)}
         monkeypatch.setenv("EMBERFORGE_HOME", str(folder / "head"))
-        stop()  # on a machine of its own the head would need no such call: here Ray sees the other node's process, too
+        stop()  # only needed because both nodes are on one machine: Ray also sees the other node's process
         assert start_head().address == head.address
         assert _on_the_worker(head.address) == 2
     finally:
@@ -197,9 +197,9 @@ def _said(*arguments: str) -> Any:
 
 
 def _typed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`emberforge ...` in a process of its own: Ray reads its token once in each.
+    """Runs `emberforge ...` in a new process, because Ray reads its token once in each process.
 
-    On a busy machine a node's first process starts later than the command waits for. Then the command is typed again.
+    On a busy machine the start of a node's first process takes longer than the command waits. Then the command runs again.
     """
     code = "from serve_app.cli import main; main()"
     for _ in range(3):

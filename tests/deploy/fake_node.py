@@ -1,7 +1,7 @@
 """An ingress node without an engine: `python fake_node.py PORT NAME`.
 
-POST takes `delay` seconds and answers the node's name. PUT /control takes {"delay": seconds, "statuses": {path: status}};
-GET /control tells how many POSTs have come and how many of them are in work.
+POST waits for `delay` seconds and answers the node's name. PUT /control takes {"delay": seconds, "statuses": {path: status}}.
+GET /control gives the number of POSTs so far and the number of those in progress.
 """
 
 import json

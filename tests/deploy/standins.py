@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
 
 
 class Load:
-    """Clients that send one POST after another; `answers` holds (status, text), an error's name as status 0."""
+    """Clients that send one POST after another. `answers` holds (status, text); an error has status 0 and its name."""
 
     def __init__(self, url: str, num_clients: int = 8, num_bytes: int = 20_000) -> None:
         self.answers: list[tuple[int, str]] = []

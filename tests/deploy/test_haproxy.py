@@ -70,7 +70,7 @@ def test_a_node_killed_under_load_costs_no_client_an_answer(balancer: Balancer, 
     with Load(balancer.url) as load:
         wait_for(lambda: (state := nodes[0].control())["posts"] > 8 and state["in_work"] >= 3)
         nodes[0].kill()
-        balancer.wait_until("node1", "DOWN", seconds=3)  # by traffic; the next check may be 5 s away
+        balancer.wait_until("node1", "DOWN", seconds=3)  # traffic shows the fault; the next health check may be 5 s away
         time.sleep(0.5)
     assert load.errors() == []
     assert {text for _, text in load.answers} == {"node1", "node2"}
@@ -160,7 +160,7 @@ def test_a_body_over_the_limit_stops_here(balancer: Balancer, nodes: tuple[Node,
 
 
 def test_the_server_gives_up_before_the_balancer_does() -> None:
-    """Otherwise a client would get the balancer's 504 instead of the server's, and the engine would compute for nobody."""
+    """Otherwise a client would get the balancer's 504 instead of the server's, and the engine would compute in vain."""
     for file, names in {
         "haproxy.cfg": ["timeout server", "timeout client", "hard-stop-after"],
         "nginx.conf": ["proxy_read_timeout", "proxy_send_timeout", "worker_shutdown_timeout"],

@@ -26,10 +26,10 @@ def command(short: Path, nodes: tuple[Node, Node]) -> list[str]:
         "10.0.0.11:8000": nodes[0].address,
         "10.0.0.12:8000": nodes[1].address,
         "/dev/stdout embed": f"{short}/access.log embed",
-        # A packaged nginx keeps these under /var, which is not ours.
+        # A packaged nginx keeps these files under /var, where the test may not write.
         "http {\n": "http {\n" + "".join(f"    {kind}_temp_path {short}/{kind};\n" for kind in TEMP_KINDS),
     }
-    short.chmod(0o755)  # root's nginx has workers that are nobody
+    short.chmod(0o755)  # root's nginx has workers of the user nobody
     (short / "nginx.conf").write_text(edited(DEPLOY / "nginx.conf", changes))
     own = f"daemon off; pid {short}/pid; error_log {short}/error.log;"
     return [NGINX, "-p", str(short), "-c", str(short / "nginx.conf"), "-e", str(short / "error.log"), "-g", own]

@@ -1,4 +1,4 @@
-"""What the tests of kernels share besides helpers."""
+"""Settings for all tests of kernels."""
 
 import pytest
 import torch
@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same numbers in every run, whatever ran before. A test that compares two roundings must not fail by chance."""
+    """Gives the same random numbers in every run. A test that compares two roundings must not fail by chance."""
     torch.manual_seed(0)

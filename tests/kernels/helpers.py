@@ -1,4 +1,4 @@
-"""What the tests of our kernels share: poisoned outputs, ragged batches on the device."""
+"""Helpers for the tests of our kernels: poisoned outputs, and ragged batches on the device."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,11 +13,11 @@ from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.tiles import LEAST_TILED, Shape, attention_tiles, hopper_shape, tile_shapes
 
-Prefixes = Sequence[tuple[int, int]]  # of each sequence the rows that lie before it
+Prefixes = Sequence[tuple[int, int]]  # for each sequence, the rows of its prefix
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16]
-# What this device multiplies.
+# The dtypes of 8 bits that this device multiplies.
 EIGHT_BITS = [
     dtype
     for dtype, needed in LEAST_CAPABILITY.items()
@@ -31,14 +31,14 @@ _GUARD = 130  # rows around a buffer: more than a block of keys
 
 
 def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
-    """In fp64: the reference's statistics are fp32."""
+    """RMSNorm in fp64. The reference computes its statistics in fp32."""
     x = x.double()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Inside, torch.empty and its like hold NaN (whole numbers: the largest), so that a value nobody wrote shows."""
+    """Within this context torch.empty and similar functions give NaN, or the largest whole number. So unwritten values show."""
     torch.use_deterministic_algorithms(True)  # brings torch.utils.deterministic.fill_uninitialized_memory with it
     try:
         yield
@@ -47,7 +47,7 @@ def poisoned() -> Iterator[None]:
 
 
 def positions_of(lengths: Sequence[int], prefixes: Prefixes = ()) -> Tensor:
-    """[T] int32, each token's position in its sequence, the sequence's shared prefix included."""
+    """[T] int32, each token's position in its sequence, counted from the start of its shared prefix."""
     before = [end - first for first, end in prefixes] or [0] * len(lengths)
     places = [np.arange(first, first + length) for first, length in zip(before, lengths, strict=True)]
     return torch.from_numpy(np.concatenate(places).astype(np.int32)).to(DEVICE)
@@ -66,13 +66,13 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
 
 
 def cache8_of(cache: Tensor) -> tuple[Cache8, Tensor]:
-    """A cache [2, S, K, D] rounded to 8 bits, and the values that it holds then, in the cache's dtype."""
+    """A cache [2, S, K, D] rounded to 8 bits, and its values after rounding, in the cache's dtype."""
     codes, scales = rounded(cache)
     return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
 
 
 def shape_of(head_dim: int, kind: str = "best", in_8_bits: bool = False) -> Shape:
-    """On this device: "large" and "small" on mma.sync, "wgmma", or the best of them for a batch that fills the chip.
+    """A shape for this device: "large" or "small" on mma.sync, "wgmma", or the best one for a batch that fills the chip.
 
     `in_8_bits`: the shape for keys and values in 8 bits.
     """
@@ -85,7 +85,7 @@ def shape_of(head_dim: int, kind: str = "best", in_8_bits: bool = False) -> Shap
 
 
 def tile_depth(heads: tuple[int, int], head_dim: int, shape: Shape | None = None) -> int:
-    """Tokens of a tile, of the best kind unless another is given; `heads` are (query heads, key heads)."""
+    """The number of tokens of a tile, by default of the best kind. `heads` are (query heads, key heads)."""
     return (shape or shape_of(head_dim)).block_m // (heads[0] // heads[1])
 
 

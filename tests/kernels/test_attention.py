@@ -1,4 +1,4 @@
-"""Varlen attention against the reference in fp64: no worse than torch, whatever the shapes, tiles, masks and scores."""
+"""Varlen attention against the reference in fp64: no worse than torch for all shapes, tiles, masks and scores."""
 
 import math
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ HEADS = [(4, 4), (8, 2), (7, 1), (6, 3), (16, 8)]
 QKV = tuple[Tensor, Tensor, Tensor]
 
 all_kinds = pytest.mark.parametrize("kind", ["wgmma", "large", "small"])
-# Sequences that need not share a tile, or whose tiles have other company, differ by the rounding of p alone.
+# If sequences are in other tiles, or their tiles have other sequences, results differ only by the rounding of p.
 both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
@@ -43,7 +43,7 @@ def heads_of(qkv: QKV) -> tuple[int, int]:
 def ours(
     qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None, kind: str = "best"
 ) -> Tensor:
-    """Our attention into an output full of NaN; `tiles` other than those of the whole batch, if given."""
+    """Our attention, with an output that is full of NaN before. `tiles`: by default those of the whole batch."""
     head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
     shape = shape_of(head_dim, kind)
     if tiles is None:
@@ -69,7 +69,7 @@ in_e4m3 = pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this
 @pytest.mark.parametrize(("head_dim", "heads"), [*zip(HEAD_DIMS, HEADS, strict=True), (128, (8, 2)), (128, (7, 1))])
 @all_kinds
 def test_results_in_e4m3(kind: str, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
-    """Within half a step of what the same kernel gives in 16 bits, itself rounded; a step is an eighth of a power of two."""
+    """Within half a step of the same kernel's rounded result in 16 bits. A step is an eighth of a power of two."""
     q, k, v = random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16)
     v.mul_(60.0)
     shape, bounds = shape_of(head_dim, kind), bounds_of(RAGGED)
@@ -99,7 +99,7 @@ def rows(qkv: QKV, first: int, end: int) -> QKV:
 
 
 def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
-    """p is rounded to 16 bits relative to another running maximum: up to eps times the values, which are below 4 or so."""
+    """p is rounded to 16 bits relative to another running maximum. The error is at most eps times the values, below about 4."""
     eps = torch.finfo(one.dtype).eps
     torch.testing.assert_close(one, other, rtol=2 * eps, atol=4 * eps)
 
@@ -122,7 +122,7 @@ def test_bias_by_distance(
     kind: str, head_dim: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype, causal: bool
 ) -> None:
     q, k, v = random_qkv(sum(RAGGED), heads, head_dim, dtype)
-    bias = 3 * torch.randn(heads[0], 2 * 100 + 1, device=DEVICE)  # some distances lie beyond its reach
+    bias = 3 * torch.randn(heads[0], 2 * 100 + 1, device=DEVICE)  # some distances lie beyond the bias's reach
     shape, bounds = shape_of(head_dim, kind), bounds_of(RAGGED)
     tiles = tiles_of(RAGGED, tile_depth(heads, head_dim, shape))
     with poisoned():
@@ -220,7 +220,7 @@ def test_company_changes_nothing_but_rounding(
 
 @both_masks
 def test_a_text_gone_to_nan_spoils_at_most_its_tile(causal: bool) -> None:
-    """A masked value weighs 0, and 0 * NaN is NaN; the engine's loop runs the neighbours again without it."""
+    """A masked value has the weight 0, and 0 * NaN is NaN. The engine's loop runs the neighbours again without this text."""
     depth = tile_depth((8, 2), 128)
     lengths = [depth - 5, 5, depth, 3 * depth, 7]
     qkv = random_qkv(sum(lengths), (8, 2), 128, torch.bfloat16)
@@ -244,8 +244,10 @@ def test_large_scores(head_dim: int, heads: tuple[int, int], dtype: torch.dtype,
 def test_scores_that_grow_or_shrink_along_the_keys(
     head_dim: int, heads: tuple[int, int], start: float, slope: float, causal: bool
 ) -> None:
-    """`start` and, over 64 keys, `slope` are what is added to a score before softmax: the running maximum is raised in each
-    block of keys, or never again after the first."""
+    """`start`, and `slope` over 64 keys, are added to a score before softmax.
+
+    So the running maximum is raised in each block of keys, or never again after the first block.
+    """
     lengths = [700, 20, 300]
     q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
     places = positions_of(lengths).unsqueeze(1)
@@ -255,7 +257,7 @@ def test_scores_that_grow_or_shrink_along_the_keys(
 
 
 def pieces_of(groups: Sequence[tuple[int, Sequence[int]]], loners: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, int]]]:
-    """Lengths and prefixes of a batch in which each group is a prefix and what follows it."""
+    """Lengths and prefixes of a batch in which each group is a prefix and the sequences after it."""
     lengths: list[int] = []
     prefixes: list[tuple[int, int]] = []
     for length, owns in groups:
@@ -270,7 +272,7 @@ LONERS = (5, 300, 1)
 
 
 def ours_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, kind: str = "best", tiles: Tensor | None = None) -> Tensor:
-    """Causal attention behind prefixes, into an output full of NaN."""
+    """Causal attention after prefixes, with an output that is full of NaN before."""
     head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
     shape = shape_of(head_dim, kind)
     if tiles is None:
@@ -327,7 +329,7 @@ def test_tiles_without_a_prefix_are_those_of_the_kernel_that_knows_none(head_dim
 
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
 def test_pooled_rows_behind_a_prefix(head_dim: int, heads: tuple[int, int]) -> None:
-    """Rows of no tile are left alone; padding tiles do nothing."""
+    """Rows without a tile are not written. Padding tiles do nothing."""
     lengths, prefixes = pieces_of(GROUPS, LONERS)
     qkv = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
     ends = torch.tensor(lengths, device=DEVICE).cumsum(0).to(torch.int32)
@@ -344,8 +346,10 @@ def test_pooled_rows_behind_a_prefix(head_dim: int, heads: tuple[int, int]) -> N
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
 @pytest.mark.parametrize("slope", [-40, -4, 0, 4, 40])
 def test_scores_that_grow_or_shrink_from_the_prefix_on(head_dim: int, heads: tuple[int, int], slope: float) -> None:
-    """`slope` is what is added to a score before softmax over 64 keys: the running maximum is raised in the second range of keys
-    as in the first, or never again after it."""
+    """`slope` is added to a score before softmax, over 64 keys.
+
+    So the running maximum is raised in the second range of keys as in the first, or never again after the first.
+    """
     lengths, prefixes = pieces_of([(200, (300, 3, 1, 70))], (90,))
     q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
     places = positions_of(lengths, prefixes).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Attention of decode steps over the paged cache against the reference in fp64, whatever the heads, lengths, pages and parts."""
+"""Attention of decode steps over the paged cache against the reference in fp64, for all heads, lengths, pages and parts."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ from engine.kernels.cache8 import Cache8
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 127, 128, 129, 1000, 17, 2, 300)
-# Up to 8 query heads of a key head fit one tile of an mma, up to 16 two. More (with D 256 more than 8) take several blocks.
+# Up to 8 query heads of a key head fit into one tile of an mma, up to 16 into two. More heads (with D 256 more than 8) need
+# several blocks.
 HEADS = [
     *((128, group) for group in (1, 2, 3, 4, 5, 7, 8, 16)),
     *((32, 1), (32, 16), (64, 7), (64, 16), (96, 8), (96, 16), (256, 3), (256, 8)),
@@ -29,7 +30,7 @@ HEADS = [
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step: B rows, their cache, and NaN wherever no row may look."""
+    """A decode step: B rows and their cache, with NaN in all places that no row may read."""
 
     q: Tensor  # [B, H, D], a part of wider rows
     cache: Tensor
@@ -40,7 +41,7 @@ class Step:
     codes: Cache8 | None = None  # those of `cache`, where that is in 8 bits
 
     def items(self, num_blocks: int) -> Tensor:
-        """Padding lies among the items and after them."""
+        """The work items, with padding among them and after them."""
         items = torch.from_numpy(decode_items(self.lengths, self.offsets, self.cache.shape[2], num_blocks, self.window))
         return torch.cat((items, torch.zeros(3, 8, dtype=torch.int32))).to(DEVICE)
 
@@ -50,7 +51,7 @@ class Step:
             return DecodeWorkspace.create(most, *self.q.shape[1:], DEVICE)
 
     def expected(self, items: Tensor, dtype: torch.dtype) -> Tensor:
-        """The reference in this dtype; rows of no item are NaN."""
+        """The reference in this dtype. Rows without an item are NaN."""
         out = torch.full(self.q.shape, math.nan, dtype=dtype, device=DEVICE)
         return reference.attention_decode(self.q.to(dtype), self.cache.to(dtype), items, self.pages, out)
 
@@ -80,7 +81,7 @@ def step(
 
 
 def in_8_bits(made: Step) -> Step:
-    """The same step with a cache in 8 bits, whose tokens and heads have other sizes each."""
+    """The same step with a cache in 8 bits. The values of each token and head have another size."""
     sizes = torch.exp2(torch.randint(-9, 2, made.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
     codes, cache = cache8_of(made.cache * sizes.to(made.cache.dtype))
     return replace(made, cache=cache, codes=codes)
@@ -97,7 +98,7 @@ def ours(
 
 
 def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None) -> list[int]:
-    """Compare with the reference, for each number of blocks. Returns the most parts of a sequence for each."""
+    """Compares with the reference for each number of blocks. Returns the most parts of a sequence for each number."""
     items = made.items(1)
     low, exact = (made.expected(items, dtype) for dtype in (made.q.dtype, torch.float64))
     positive = replace(made, cache=torch.stack((made.cache[0], made.cache[1].abs())))
@@ -155,7 +156,7 @@ def test_long_sequences_in_parts_of_many_pages(n_kv_heads: int) -> None:
 
 
 def test_every_length_around_a_group_of_keys() -> None:
-    """Of 16 keys for each warp, 64 for the block."""
+    """A group has 16 keys for each warp, and 64 for the block."""
     for first in range(1, 200, 20):
         check(step(128, 2, range(first, first + 20)), 1)
 
@@ -167,7 +168,7 @@ def test_other_shapes(shape: DecodeShape) -> None:
 
 @pytest.mark.parametrize("group", [7, 16])
 def test_scores_that_grow_and_fall(group: int) -> None:
-    """The running maximum is raised seldom, at once, or at every group; in some parts all weights vanish."""
+    """The running maximum is raised seldom, at once, or at every group. In some parts all weights vanish."""
     for slope in (-0.5, 0.01, 0.5, 5.0):
         made = step(64, group, (1000, 400, 129))
         made.q.fill_(1.0)
@@ -231,7 +232,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone() -> None:
 @pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this GPU has no e4m3")
 @pytest.mark.parametrize(("head_dim", "group"), [(32, 16), (128, 5), (256, 8)])
 def test_results_in_e4m3(head_dim: int, group: int) -> None:
-    """Within half a step of what the same kernel gives in 16 bits, itself rounded; a step is an eighth of a power of two."""
+    """Within half a step of the same kernel's rounded result in 16 bits. A step is an eighth of a power of two."""
     made = step(head_dim, group)
     made.cache[1] *= 60.0
     for num_blocks in (1, 1000):
@@ -245,7 +246,7 @@ def test_results_in_e4m3(head_dim: int, group: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
-    """Replays with other lengths and pages. Each launch begins while the one before it runs, and reads what that one wrote."""
+    """Replays with other lengths and pages. Each launch begins while the launch before it runs, and reads its results."""
     steps = [step(128, 2, lengths, dtype=dtype) for lengths in ((900, 130, 1), (5, 300, 640))]
     num_blocks, num_layers = 16, 12
     workspace = steps[0].workspace(num_blocks)

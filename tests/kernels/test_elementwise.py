@@ -73,7 +73,7 @@ def test_layer_norm(num_rows: int, width: int, dtype: torch.dtype, with_bias: bo
 @in_16_bits
 @pytest.mark.parametrize("width", [40, 384, 2560])
 def test_layer_norm_far_from_zero(width: int, dtype: torch.dtype) -> None:
-    """E[y^2] - mean^2 would lose the variance here."""
+    """With these values E[y^2] - mean^2 would lose the variance."""
     x = normal(129, width, dtype=dtype, mean=200)
     weight, shift = normal(width, dtype=dtype, mean=1), normal(width, dtype=dtype)
     exact = F.layer_norm(x.double(), (width,), weight.double(), shift.double(), EPS)
@@ -122,7 +122,7 @@ def check_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], 
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("stored", ["all", "some", "none"])
 def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """The same values as `rope` gives, in the cache; rows of no token stay as they are. Head dimension 80 takes the reference."""
+    """The cache gets the values of `rope`. Rows without a token stay unchanged. Head dimension 80 uses the reference."""
     n_heads, n_kv_heads = heads
     num_tokens, rotated = sum(RAGGED), sum(heads)
     size = 6 * 128
@@ -158,7 +158,7 @@ def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, in
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
 def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """V as the reference rounds it, bit by bit, whatever its size. K as the other kernel gives it, within a step of e4m3."""
+    """V equals the reference's rounding bit by bit, for any size. K equals the other kernel's result within a step of e4m3."""
     n_heads, n_kv_heads = heads
     num_tokens, rotated, size = sum(RAGGED), sum(heads), 6 * 128
     qkv = normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype)
@@ -266,7 +266,7 @@ def test_gelu_in_place(num_rows: int, width: int, dtype: torch.dtype) -> None:
 @in_16_bits
 @pytest.mark.parametrize(("first", "last"), [(-10, -3), (-3, -1), (-1, 0), (-0.01, 0.01), (0, 1), (1, 10), (-200, 200)])
 def test_gelu_stretch_by_stretch(first: float, last: float, dtype: torch.dtype) -> None:
-    """Over the whole range the largest values' rounding would hide an error near zero or in the negative tail."""
+    """If the whole range were compared at once, the rounding of the largest values would hide errors near zero."""
     x = torch.linspace(first, last, 1000 * 384, device=DEVICE).to(dtype).view(1000, 384)
     bias = torch.zeros(384, dtype=dtype, device=DEVICE)
     low, exact = reference.gelu(x, bias), F.gelu(x.double())
@@ -310,7 +310,7 @@ def test_embed_never_reads_outside_of_the_table() -> None:
 def test_pool_mean(lengths: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
     hidden, cu_seqlens = normal(sum(lengths), width, dtype=dtype, mean=1), cu_seqlens_of(lengths)
     exact = torch.stack([text.double().mean(0) for text in hidden.split(lengths)])
-    padded = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(2)))  # two padding sequences, which hold nothing
+    padded = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(2)))  # two empty padding sequences
     with poisoned():
         ours = kernels.pool_mean(hidden, padded)
     assert_as_close_as_torch(ours[:-2], reference.pool_mean(hidden, cu_seqlens), exact)
@@ -336,7 +336,7 @@ def test_pool_finish(num_rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_pool_finish_makes_a_row_nan_that_would_keep_a_value_not_finite(value: float, dtype: torch.dtype) -> None:
-    """The last column kept, the first one cut away, and the first and last of the row, with and without normalising."""
+    """The columns are the last one that is kept, the first one that is cut, and the row's first and last. Normalised or not."""
     places = [(599, False), (600, True), (0, False), (1023, True)] * 2  # column, whether the rest is finite
     pooled = normal(len(places), 1024, dtype=dtype)
     for row, (column, _) in enumerate(places):

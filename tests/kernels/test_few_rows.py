@@ -1,4 +1,4 @@
-"""x W^T for a handful of rows, with what lies around it, against fp64."""
+"""x W^T for a few rows, with the operations around it, against fp64."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from engine.kernels.linear import interleaved
 
 pytestmark = HOPPER_ONLY
 
-# Of W, and how the work is cut: K shared or not, one turn or many, a ring as long as it all or that is gone round.
+# W's sizes, and the division of the work: K shared or not, one turn or many, a ring that holds all stages or is reused.
 CASES = [
     (64, 256, FewRowsShape(1, 32, 4)),
     (1024, 1024, FewRowsShape(2, 64, 3)),
@@ -77,7 +77,7 @@ def check(m: int, n: int, k: int, shape: FewRowsShape | None, followed_by: Follo
 
 
 def test_one_after_the_other_in_a_graph() -> None:
-    """Each begins while the one before it runs, and still reads what that one wrote."""
+    """Each kernel begins while the kernel before it runs, and still reads its results."""
     m, width, layers = 16, 1024, 24
     x, _, _, norm = operands(m, width, width)
     weights = [torch.randn(width, width, device=DEVICE).bfloat16() / width**0.5 for _ in range(layers)]
@@ -103,7 +103,7 @@ def test_one_after_the_other_in_a_graph() -> None:
 
 
 def test_wide_rows_of_x() -> None:
-    """x may be a part of wider rows, the residual too."""
+    """x and the residual may be parts of wider rows."""
     m, n, k = 16, 256, 512
     x, w, _, _ = operands(m, n, k)
     wide = torch.full((m, 2 * k), float("nan"), device=DEVICE, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""x W^T for W in 4 bits, with what lies around it, against fp64 of the values that the 4 bits stand for."""
+"""x W^T for W in 4 bits, with the operations around it, against fp64 of the values that the 4 bits stand for."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from engine.model.quantized.layout import four_bits as in_bytes
 pytestmark = pytest.mark.gpu
 
 MANY = FourBitsShape(1, 8, 1, 1, 2), FourBitsShape(1, 1, 8, 2, 3), FourBitsShape(3, 4, 2, 1, 4), FourBitsShape(5, 2, 4, 2, 2)
-# Of W: one strip, no multiple of a tile, many turns; and models'.
+# W's sizes: one strip, not a multiple of a tile, many turns, and sizes of models.
 SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 4096)]
 FORMS = [(128, None), (128, "zeros"), (128, "mins"), (64, None), (32, None), (32, "zeros"), (32, "mins")]
 groups = pytest.mark.parametrize(("group", "beside"), FORMS)
@@ -102,7 +102,7 @@ def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShap
             check(m, weight, w, shape, torch.bfloat16, follows, normed)
 
 
-FEW = [  # of W, and of blocks that share K: one turn or many, a ring as long as it all or that is gone round
+FEW = [  # W's sizes, and blocks that share K: one turn or many, a ring that holds all stages or is reused
     (64, 256, FewRowsShape(1, 32, 2)),
     (240, 512, FewRowsShape(4, 80, 1)),
     (96, 1536, FewRowsShape(2, 96, 3)),
@@ -120,7 +120,7 @@ def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, besid
         weight, w = matrix(n, k, group, beside)
         for m in (1, 13, 32):
             own = shape or few_rows_shape_of(torch.empty(m, k, device=DEVICE, dtype=torch.bfloat16), weight, normed)
-            assert own is not None, "these are models' shapes"
+            assert own is not None, "the kernel takes the models' shapes"
             check(m, weight, w, own, torch.bfloat16, follows, normed)
 
 
@@ -128,7 +128,7 @@ def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, besid
 @pytest.mark.parametrize("m", [1, 32, 33, 64, 65, 200])
 @pytest.mark.parametrize(("group", "beside"), [(128, "zeros"), (32, "mins")])
 def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str) -> None:
-    """Few rows or many, at once or in parts: the same as of the matrix in 16 bits, but for rounding."""
+    """Few or many rows, at once or in parts: equal to the product with the matrix in 16 bits, except for rounding."""
     weight, w = matrix(512, 1024, group, beside)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 512, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
@@ -146,7 +146,7 @@ def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str
 
 
 def test_slices_are_added_in_their_order() -> None:
-    """Whichever block is last: the same rows give the same bits."""
+    """The same rows give the same bits, whichever block is last."""
     weight, _ = matrix(4096, 4096, 128, None)
     x = torch.randn(16, 4096, device=DEVICE).bfloat16()
     shape = FourBitsShape(8, 8, 1, 2, 3)
@@ -155,7 +155,7 @@ def test_slices_are_added_in_their_order() -> None:
 
 
 def test_one_after_the_other_in_a_graph() -> None:
-    """Each begins while the one before it runs, and still reads what that one wrote."""
+    """Each kernel begins while the kernel before it runs, and still reads its results."""
     width, layers = 1024, 24
     x, norm = torch.randn(16, width, device=DEVICE).bfloat16(), torch.ones(width, device=DEVICE).bfloat16()
     weights = [matrix(width, width, 64, None)[0] for _ in range(layers)]
@@ -180,7 +180,7 @@ def test_one_after_the_other_in_a_graph() -> None:
 
 
 def test_wide_rows_of_x() -> None:
-    """x may be a part of wider rows, the residual too."""
+    """x and the residual may be parts of wider rows."""
     m, n, k = 16, 256, 512
     weight, _ = matrix(n, k, 64, None)
     x, residual = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(m, n, device=DEVICE).bfloat16()

@@ -1,4 +1,4 @@
-"""x W^T on Hopper, and what follows it, against fp64."""
+"""x W^T on Hopper, with the next operation, against fp64."""
 
 import pytest
 import torch

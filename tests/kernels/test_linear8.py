@@ -1,4 +1,4 @@
-"""Products in 8 bits against fp64 of what the 8 bits stand for, whichever kernel takes them."""
+"""Products in 8 bits against fp64 of the values that the 8 bits stand for, for each kernel that may compute them."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.gpu
 
 in_8_bits = pytest.mark.parametrize("dtype", EIGHT_BITS)
 row_counts = pytest.mark.parametrize("m", [1, 9, 16, 32, 33, 64, 65, 193, 700, 4096])
-# The last two are no multiples of what our own products cut them into.
+# The last two are not multiples of the tiles of our own products.
 shapes = pytest.mark.parametrize(("n", "k"), [(1024, 1024), (4096, 3072), (512, 9728), (2048, 768), (272, 96)])
 
 
 def wide(x: Quantized) -> Tensor:
-    """What it stands for, rotated as it is; fp64."""
+    """The values that x stands for, still rotated, in fp64."""
     return x.values.double() * x.scale.double()[:, None]
 
 
@@ -30,8 +30,11 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def assert_close(found: Tensor, exact: Tensor, k: int, dtype: torch.dtype) -> None:
-    """Sums are exact in int8, and rounded to bf16 twice at most. Hopper's e4m3 keeps about 14 bits of each partial sum, of which
-    there are K / 32: for the longest still a quarter of what rounding the operands to e4m3 costs."""
+    """Sums are exact in int8, and rounded to bf16 twice at most.
+
+    Hopper's e4m3 keeps about 14 bits of each of the K / 32 partial sums. Even for the largest K this error is only a quarter of
+    the error from rounding the operands to e4m3.
+    """
     error = (found.double() - exact).abs().max()
     assert error <= 2**-7 * exact.abs().max() * (1 if dtype == torch.int8 else 1 + k / 4096)
 
@@ -59,7 +62,7 @@ def test_linear(m: int, n: int, k: int, dtype: torch.dtype, normed: bool) -> Non
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 def test_few_rows_in_16_bits(m: int, n: int, k: int, normed: bool, followed_by: str) -> None:
-    """x is not quantised: the error is that of rounding to bf16 the normalised x and the result."""
+    """x is not quantised. The error comes from rounding the normalised x and the result to bf16."""
     dtype = torch.float8_e4m3fn
     x, w = operands(m, n, k, dtype)
     norm = 1 + torch.randn(k, device=DEVICE).bfloat16() / 4

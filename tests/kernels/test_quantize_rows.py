@@ -1,4 +1,4 @@
-"""Rows in 8 bits against fp64: every value within half a step of what it stands for."""
+"""Rows in 8 bits against fp64: every value is within half a step of the exact value."""
 
 import math
 
@@ -24,14 +24,14 @@ def rotated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_within_half_a_step(found: Quantized, exact: Tensor) -> None:
-    """`exact` [M, K] fp64, not rotated; a thousandth of a step is for the fp32 on the way."""
+    """`exact`: [M, K] fp64, not rotated. A thousandth of a step is added for the fp32 in between."""
     dtype, scale = found.values.dtype, found.scale.double()[:, None]
     exact = rotated(exact, dtype)
     most = 127 if dtype == torch.int8 else 448
     assert torch.allclose(scale[:, 0], exact.abs().amax(1) / most, rtol=1e-4, atol=0)
     scaled = exact / scale
     step = torch.ones_like(scaled)
-    if dtype != torch.int8:  # three bits behind the first one, and the smallest is 2^-9
+    if dtype != torch.int8:  # a mantissa has three bits, and the smallest value is 2^-9
         step = torch.exp2(scaled.abs().clamp(min=2**-6).log2().floor() - 3)
     assert ((found.values.double() - scaled).abs() <= 0.501 * step + 1e-4 * scaled.abs()).all()
 
@@ -40,7 +40,7 @@ def assert_within_half_a_step(found: Quantized, exact: Tensor) -> None:
 @shapes
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16])
 def test_rows(m: int, k: int, x_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Rows of which the first columns are left out, as of a part of a wider tensor."""
+    """Rows without their first columns, as in a part of a wider tensor."""
     x = torch.randn(m, k + 8, device=DEVICE).to(x_dtype)[:, 8:]
     with poisoned():
         found = quantize(x, dtype)

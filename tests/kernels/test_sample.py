@@ -44,7 +44,7 @@ def expected_of(logits: Tensor, rows: Sequence[Row]) -> Sampled:
 
 
 def assert_same(ours: Tensor, logits: Tensor, rows: Sequence[Row]) -> None:
-    """A random number within 1e-5 of the border of two tokens may give either of them."""
+    """If a random number is within 1e-5 of the border of two tokens, either of them is right."""
     expected = expected_of(logits, rows)
     assert ours[:, 1].tolist() == expected.finite.int().tolist()
     assert not ours[:, 3].any()
@@ -102,7 +102,7 @@ def test_flat_and_peaked_logits(scale: float) -> None:
     rows = [row_of(number, each) for number, each in enumerate(OPTIONS[1::4])]
     for vocab_size, dtype in [(20_001, torch.float32), (20_000, torch.bfloat16)]:
         logits = random_logits(len(rows), vocab_size, dtype, scale)
-        if dtype == torch.float32:  # no two logits so near that one rounding more makes their probabilities equal
+        if dtype == torch.float32:  # no two logits are so close that one more rounding makes their probabilities equal
             logits = (logits * 4096).round() / 4096
         assert_same(run(logits, rows), logits, rows)
 
@@ -156,7 +156,7 @@ def test_extreme_temperatures() -> None:
 
 
 def test_the_distribution() -> None:
-    """Chi-square of 20,000 draws: a value beyond 6 standard deviations has a chance of less than 1e-6."""
+    """The chi-square of 20,000 draws. A value beyond 6 standard deviations has a chance of less than 1e-6."""
     logits = random_logits(1, 300, torch.float32, 1.0)
     for each in [(1.0, 0, 1.0, 0.0), (0.8, 40, 0.9, 0.0)]:
         rows = [row_of(number, each) for number in range(20_000)]
@@ -174,7 +174,7 @@ def test_the_distribution() -> None:
 
 
 def test_rows_apart_and_rows_without_a_slot() -> None:
-    """A head may give wider rows than the vocabulary. A row of a graph that stands for no stream has no slot."""
+    """A head may give wider rows than the vocabulary. A graph's padding row has no slot."""
     wide = random_logits(4, 1100, torch.bfloat16)
     wide[:, 1000:] = torch.nan
     rows = [row_of(number) for number in range(4)]

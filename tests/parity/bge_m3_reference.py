@@ -1,7 +1,7 @@
 """Computes BGE-M3's outputs for a text in plain torch, with transformers' XLMRobertaModel.
 
-Chen et al., "BGE M3-Embedding", arXiv:2402.03216, section 3.2: a token weighs relu(w . h + b), a word as much as the heaviest of
-its tokens; a text's ColBERT vectors are a linear layer of all its tokens but the first, normalised.
+Source: Chen et al., "BGE M3-Embedding", arXiv:2402.03216, section 3.2. A token's weight is relu(w . h + b), and a word's weight
+is the largest of its tokens. A text's ColBERT vectors are a linear layer of all its tokens except the first, normalised.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""GTE by the definition in Alibaba's code, with its keys and tensor names. Simple and dense, for texts of one length.
+"""GTE as defined in Alibaba's code, with its keys and tensor names. Simple, without packing, for texts of one length.
 
-transformers has this network as well, but not the NTK scaling of its rotary embedding.
+transformers has this network, too, but without the NTK scaling of its rotary embedding.
 """
 
 import torch
@@ -15,14 +15,14 @@ class NewConfig(PreTrainedConfig):
 
 
 def inverse_frequencies(config: NewConfig) -> Tensor:
-    """NTK scaling after https://kexue.fm/archives/9706, formula (6)."""
+    """NTK scaling by https://kexue.fm/archives/9706, formula (6)."""
     dim = config.hidden_size // config.num_attention_heads
     base, factor = config.rope_parameters["rope_theta"], config.rope_parameters["factor"]
     return 1.0 / (base * factor) ** (torch.arange(0, dim, 2).float() / dim) / factor ** (2 / dim)
 
 
 def rotate(x: Tensor, inv_freq: Tensor) -> Tensor:
-    """[B, L, H, D], each half of a head's values with the other half."""
+    """Rotates [B, L, H, D]. Each value of a head's first half is rotated with one of the other half."""
     angles = torch.arange(x.shape[1], device=x.device).float()[:, None] * inv_freq.to(x.device)
     cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
     first, second = x.chunk(2, dim=-1)

@@ -1,6 +1,6 @@
-"""JinaBERT by the definition in Jina's code, with its keys and tensor names. Simple and dense, for texts of one length.
+"""JinaBERT as defined in Jina's code, with its keys and tensor names. Simple, without packing, for texts of one length.
 
-Both implementations: the first, and with `qk_post_norm` the one of jina-embeddings-v2-base-code.
+It has both implementations: the first one, and with `qk_post_norm` that of jina-embeddings-v2-base-code.
 """
 
 import torch

@@ -17,7 +17,7 @@ from engine.text.pairs import SECOND_SEGMENT
 ONE = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
 THREE = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
 EIGHT = {"id2label": {str(label): f"l{label}" for label in range(8)}, "label2id": {f"l{label}": label for label in range(8)}}
-PADDED = {"pad_token_id": 4}  # the token at the end of a text, which transformers then leaves out
+PADDED = {"pad_token_id": 4}  # the token at the end of a text; transformers then leaves it out
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, ONE),
     "bert sharded": ("bert", True, THREE),

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU in 16 bits, on our kernels: right in every company, graphed or not, and after every fault."""
+"""The whole engine on a GPU in 16 bits, with our kernels: right in any batch, with and without graphs, and after every fault."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ FAMILIES = {
         "num_key_value_heads": 1,
     },
 }
-# Classifiers: those with token types, with each kind of pooling, with one label and with a width our kernels take.
+# Classifiers with token types, with each kind of pooling, with one label, and with a width that our kernels take.
 CLASSIFIERS = {
     "bert": {"hidden_size": 128, "id2label": {"0": "a"}, "label2id": {"a": 0}},
     "roberta": {"hidden_size": 128, "num_labels": 3},
@@ -94,7 +94,7 @@ def engine(folder: Path) -> Engine:
 
 
 def captured(engine: Engine) -> Engine:
-    """The engine, once the graphs that its passes have asked for are captured."""
+    """The engine, after the capture of all graphs that its passes have asked for."""
     assert isinstance(engine.runner, CudaRunner)
     engine.runner.graphs.wait()
     return engine
@@ -122,8 +122,8 @@ def _transformers(folder: Path, batch: list[np.ndarray], dtype: torch.dtype) -> 
 
 
 def assert_as_exact_as_transformers(ours: np.ndarray, folder: Path, batch: list[np.ndarray]) -> None:
-    """Over the batch, our error against fp32 is at most 1.5 times what transformers loses in bf16."""
-    torch.cuda.set_per_process_memory_fraction(1.0)  # an engine was loaded here, and leaves the rest of the card to others
+    """Over the batch, our error against fp32 is at most 1.5 times the error of transformers in bf16."""
+    torch.cuda.set_per_process_memory_fraction(1.0)  # an engine that was loaded here limits this process's share of the card
     expected = exact(folder, batch)
     theirs = _transformers(folder, batch, torch.bfloat16)
     assert np.linalg.norm(ours - expected) <= 1.5 * np.linalg.norm(theirs - expected)
@@ -167,7 +167,7 @@ def test_vectors_are_right_in_every_company(
 
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], kind: str) -> None:
-    """Against transformers in fp32, at most 1.5 times what it loses in bf16; the second text has types of its own."""
+    """Our error against transformers in fp32 is at most 1.5 times its error in bf16. The second text has other token types."""
     folder = tiny(f"{kind}_classifier", **CLASSIFIERS[kind])
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     engine.runner.max_graph_tokens = 4096  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], ki
     ]
     rng = np.random.default_rng(0)
     for graphed in (True, True, False):  # a graph is captured, then replayed on other pairs
-        lengths = [1, 30, 7, 90, *rng.integers(1, 60, 36)]  # so many that what each loses to rounding averages out
+        lengths = [1, 30, 7, 90, *rng.integers(1, 60, 36)]  # so many sequences that their rounding errors average out
         pairs = [tuple(" ".join(f"w{i}" for i in rng.integers(0, 290, count)) for count in (9, most)) for most in lengths]
         sequences = engine.tokenizer.encode_pairs(pairs, EncodeOptions())  # type: ignore[arg-type]
         want: tuple[OutputName, ...] = () if graphed else ("tokens",)
@@ -205,7 +205,7 @@ SHARING = {
 
 @pytest.mark.parametrize("kind", SHARING)
 def test_sequences_that_share_a_prefix_get_the_vectors_they_get_alone(tiny: Callable[..., Path], kind: str) -> None:
-    """Captured, replayed on other lengths and prefixes in the same shape, and without graphs."""
+    """A graph is captured, then replayed with other lengths and prefixes of the same shape. Then passes run without graphs."""
     folder = tiny(kind.split()[0], **SHARING[kind])
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     for max_graph_tokens in (512, 0):
@@ -218,7 +218,7 @@ def test_sequences_that_share_a_prefix_get_the_vectors_they_get_alone(tiny: Call
 
 
 def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> None:
-    """transformers' Qwen3 is causal whatever its config says; our fp32 path is held to the checkpoint's in another test."""
+    """transformers' Qwen3 is always causal, so the comparison is with our fp32 path. Another test compares that path."""
     folder = tiny("qwen3", use_bidirectional_attention=True)
     texts = [ids.tolist() for ids in sequences(RAGGED)]
     ours = Engine.load(folder, dtype="bfloat16", device="cuda").embed(texts)
@@ -241,7 +241,7 @@ def test_a_graph_made_for_one_batch_serves_others_of_its_bucket(folder: Path, en
 
 
 def assert_near(ours: np.ndarray, exact: np.ndarray, least: float = 0.999) -> None:
-    """Row by row, whatever their length."""
+    """Asserts for each row that the cosine is at least `least`, and that the lengths are equal within 2 %."""
     assert ours.shape == exact.shape
     lengths = np.linalg.norm(ours, axis=-1) * np.linalg.norm(exact, axis=-1)
     assert ((ours * exact).sum(axis=-1) >= least * lengths).all()
@@ -351,7 +351,7 @@ def test_a_text_gone_to_nan_fails_alone(tiny: Callable[..., Path]) -> None:
     with pytest.raises(BackendError, match="not finite"):
         bad_job.future.result(20)
     vectors = np.concatenate([job.future.result(20).vectors for job in good_jobs])
-    loop.stop()  # the engine is its thread's alone until then
+    loop.stop()  # until then only the loop's thread may use the engine
     assert (vectors * engine.embed([ids.tolist() for ids in texts])).sum(axis=1).min() > 0.999
 
 
@@ -375,7 +375,7 @@ def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> 
     assert (vectors * alone).sum(axis=1).min() > 0.999
 
 
-ODD = [100, 100, 100]  # with "tokens" besides, a shape that no graph is captured for at load
+ODD = [100, 100, 100]  # with "tokens" as well, this shape has no graph from the load
 
 
 def test_a_capture_that_fails_costs_its_shape_the_graph_and_nothing_else(
@@ -402,7 +402,7 @@ def test_a_capture_that_fails_costs_its_shape_the_graph_and_nothing_else(
 
 
 def test_graphs_are_captured_beside_passes(tiny: Callable[..., Path]) -> None:
-    """Another thread captures while this one goes on launching; the vectors stay the same to the last bit."""
+    """Another thread captures while this one continues to launch. The vectors stay the same, bit for bit."""
     engine = Engine.load(tiny("qwen3"), device="cuda")
     assert isinstance(engine.runner, CudaRunner)
     engine.runner.max_graph_tokens = 4096
@@ -430,7 +430,7 @@ def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
     forward = engine.model.forward
 
     def collecting(*arguments: Any) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing() and gc.isenabled():  # as Python may wherever a list is made
+        if torch.cuda.is_current_stream_capturing() and gc.isenabled():  # Python may do this whenever a list is made
             gc.collect()
         return forward(*arguments)
 
@@ -448,7 +448,7 @@ def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
     forward = engine.model.forward
 
     def forgetting(*arguments: Any) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():  # as another thread may
+        if torch.cuda.is_current_stream_capturing():  # another thread may do this
             held.clear()
         return forward(*arguments)
 
@@ -462,7 +462,7 @@ def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
 
 
 def test_results_are_their_holders_own(tiny: Callable[..., Path]) -> None:
-    """Whatever passes are in flight beside theirs, and come after: their memory serves one pass after the other."""
+    """Results stay valid while other passes are in flight and later. The passes' memory serves one pass after another."""
     engine = Engine.load(tiny("qwen3"), device="cuda")
     batches = [sequences([9]), sequences([40, 7, 90]), sequences([200] * 30), sequences([5] * 2)]
     expected = [engine.launch(batch, outputs=("tokens",)).wait() for batch in batches]
@@ -491,13 +491,13 @@ def test_replayed_graphs_leave_all_other_memory_alone(tiny: Callable[..., Path])
     for index in [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1]:
         output = captured(engine).launch(batches[index], outputs=("tokens",)).wait()
         assert (output.vectors * expected[index]).sum(axis=1).min() > 0.999
-        with runner._stream:  # 32 MiB, what cuBLAS writes its partial sums to
+        with runner._stream:  # 32 MiB, where cuBLAS writes its partial sums
             others.append(torch.ones(8 << 20, device="cuda"))
     assert all((each == 1).all() for each in others)
 
 
 def test_graphs_keep_their_results_in_one_place(tiny: Callable[..., Path]) -> None:
-    """A text of four tokens has a vector of 4 KiB here, more than all else that a graph keeps of it."""
+    """A text of four tokens has a vector of 4 KiB here. That is more than everything else that a graph keeps for it."""
     engine = Engine.load(tiny("qwen3", hidden_size=1024), device="cuda", max_batch_tokens=4096)
     assert isinstance(engine.runner, CudaRunner)
     engine.runner.max_graph_tokens = 4096
@@ -508,7 +508,7 @@ def test_graphs_keep_their_results_in_one_place(tiny: Callable[..., Path]) -> No
     captured(engine)
     assert len(batches) == 7
     assert torch.cuda.memory_allocated() - before < 0.1 * sum(each.nbytes for each in vectors)
-    for batch, each in zip(reversed(batches), reversed(vectors), strict=True):  # none has written over another's since
+    for batch, each in zip(reversed(batches), reversed(vectors), strict=True):  # no pass has overwritten another pass's result
         np.testing.assert_array_equal(engine.launch(batch).wait().vectors, each)
 
 
@@ -582,7 +582,7 @@ def test_a_loaded_engine_leaves_the_rest_of_the_card_alone(tiny: Callable[..., P
 
 
 def test_a_lost_device_ends_the_engine(tiny: Callable[..., Path]) -> None:
-    """In a process of its own: nothing on this GPU works in it afterwards."""
+    """Runs in a process of its own, because afterwards no operation on this GPU works in it."""
     command = [sys.executable, "-u", "-W", "ignore", "-c", _LOSE_THE_DEVICE, str(tiny("qwen3"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

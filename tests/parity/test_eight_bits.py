@@ -37,8 +37,10 @@ def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: f
 def test_values_of_any_size_fit_attentions_results(
     kind: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A value that is larger by a power of two, with a column of the matrix behind attention smaller by it, is the same model;
-    in e4m3 without a scale of its own, each of them would be out of range or nothing."""
+    """V's columns are multiplied by powers of two, and the next matrix's columns are divided by them. The model stays the same.
+
+    In e4m3 without a scale for each column, the values would be out of range or zero.
+    """
     monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
     plain, uneven = tiny(kind), tmp_path / "model"
     shutil.copytree(plain, uneven)

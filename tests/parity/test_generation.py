@@ -1,4 +1,4 @@
-"""Generation against transformers, in fp32: the same tokens, however a prompt is cut and whatever else is in its passes."""
+"""Generation against transformers, in fp32: the same tokens for any chunks of a prompt and any other work in its passes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,7 +52,7 @@ def load(folder: Path, **options: Any) -> Engine:
 
 @torch.inference_mode()
 def greedy(folder: Path, given: Sequence[list[int]], most: int = 64) -> list[list[int]]:
-    """The answers of transformers, one prompt after the other."""
+    """The answers of transformers, one prompt after another."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     options = {"max_new_tokens": most, "do_sample": False}
     answers = []

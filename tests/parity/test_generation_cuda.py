@@ -1,4 +1,4 @@
-"""Generation on a GPU against transformers: the same tokens in fp32, as exact as transformers in 16 bits, in any company."""
+"""Generation on a GPU against transformers: the same tokens in fp32, and as exact as transformers in 16 bits, in any batch."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
-# Heads of 32, 64 and 128; 1 to 7 query heads to a key head; windows within a page and across pages.
+# Heads of 32, 64 and 128; 1 to 7 query heads for each key head; windows within a page and across pages.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3 wide": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -61,7 +61,7 @@ def folder_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def engine_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """`engine_of(kind, dtype, **options)`: loaded once for all tests."""
+    """`engine_of(kind, dtype, **options)`: an engine that is loaded once for all tests."""
 
     @cache
     def load(kind: str, dtype: Any = "bfloat16", **options: Any) -> Engine:
@@ -140,7 +140,7 @@ def assert_likeliest(folder: Path, prompt: list[int], tokens: Sequence[Token]) -
 
 @torch.inference_mode()
 def greedy(folder: Path, given: Sequence[list[int]]) -> list[list[int]]:
-    """The answers of transformers in fp32, one prompt after the other."""
+    """The answers of transformers in fp32, one prompt after another."""
     model = network(folder, torch.float32)
     answers = []
     for prompt in given:

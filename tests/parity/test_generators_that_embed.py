@@ -1,4 +1,4 @@
-"""A model that generates gives the vectors of the same folder loaded to embed only, in fp32, whatever else is in the passes."""
+"""A generation model gives the vectors of the same folder loaded only to embed, in fp32, with any other work in its passes."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def sequences(given: Sequence[Sequence[int]]) -> list[TokenIds]:
 
 
 def run(engine: Engine, *everybody: Any, budget: int = 4096) -> list[BatchReport]:
-    """Runs passes until all of these are computed. Returns the passes."""
+    """Runs passes until all requests and streams are computed. Returns the reports of the passes."""
     reports: list[BatchReport] = []
     assert engine.pages is not None
     for _ in Passes(engine, budget, on_batch=reports.append).steps(everybody):
@@ -71,7 +71,7 @@ def vectors(request: Request) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_those_of_the_model_that_embeds_only(folders: Callable[[str], tuple[Path, Path]], kind: str) -> None:
-    """Texts together, in chunks, beside streams, and with a cached beginning. The streams' tokens stay the same."""
+    """Texts together, in chunks, beside streams, and with a cached prefix. The streams' tokens stay the same."""
     silent, named = folders(kind)
     given = prompts(LENGTHS)
     only = load(named)

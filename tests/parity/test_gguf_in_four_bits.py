@@ -1,4 +1,4 @@
-"""GGUF's blocks of 4 bits that stay so: their values against the `gguf` package, and whole models against dequantised ones."""
+"""GGUF's blocks that stay in 4 bits: values against the `gguf` package, and whole models against dequantised ones."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ Tiny = Callable[..., Path]
 # Rows of Q4_K are multiples of 256 values.
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
-# As Q4_K_M has them in some of its layers.
+# Some layers of Q4_K_M files have these types.
 MIXED = MappingProxyType({"blk.0.attn_v.weight": Kind.Q6_K, "blk.1.ffn_down.weight": Kind.Q6_K})
 STAYS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: str(kind.name))
 
@@ -78,7 +78,7 @@ def test_records_hold_the_values_but_for_scales_that_are_rounded(tmp_path: Path,
 
 @STAYS
 def test_each_byte_of_a_file_counts(tmp_path: Path, kind: Kind) -> None:
-    """Halves of a byte, scales and mins in another place are other values."""
+    """Changed codes, scales and mins give other values."""
     blocks = tiny_gguf.random_blocks((1, 256), kind, 0)
     _, size = gguf.GGML_QUANT_SIZES[kind]
     (name,) = tensors = {"blk.0.attn_v.weight": blocks}
@@ -123,7 +123,7 @@ def test_the_same_model_as_dequantised(
 def test_types_of_other_widths_are_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V of the first layer is then multiplied apart from Q and K."""
+    """V of the first layer is multiplied separately from Q and K then."""
     folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)

@@ -106,7 +106,7 @@ def test_blocks_give_transformers_values(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
 def test_byte_level_tokenizers_are_those_of_transformers(tmp_path: Path, pre: str) -> None:
-    """With merges over what the patterns must keep apart: digits, spaces, punctuation and letters."""
+    """The vocabulary has merges across parts that the patterns must separate: digits, spaces, punctuation and letters."""
     metadata = tiny_gguf.tokenizer_metadata(330, pre)
     extra = ["1 2", "12 3", "123 4", "Ġ Ġ", "Ġ t", "' s", "' S", ". Ċ", "Ċ Ċ", "! !", "e ,", "Ġ 1", "t 1"]
     tokens = [token for token in metadata["tokenizer.ggml.tokens"] if not token.startswith("[PAD")]

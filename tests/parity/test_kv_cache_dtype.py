@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, in fp32 on a CPU: the same answers however the passes are cut, close to those of a whole cache."""
+"""Keys and values in 8 bits, in fp32 on a CPU: the same answers for any division into passes, close to those of a whole cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {"qwen3_lm": {}, "mistral_lm": {"sliding_wind
 
 @pytest.fixture(scope="module")
 def generator(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A tiny folder that says nothing of pooling."""
+    """A tiny folder without a pooling."""
 
     def make(kind: str) -> Path:
         options = {"tie_word_embeddings": False, "num_hidden_layers": 4} | KINDS[kind]
@@ -73,7 +73,7 @@ def test_log_probabilities_are_those_of_rounded_keys_and_values(
 def test_answers_are_the_same_however_passes_are_cut(
     generator: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks, with a warm cache, in two stages, with speculation, and after pages were given up."""
+    """The cases: chunks, a warm cache, two stages, speculation, and pages that were given up."""
     folder = generator(kind)
     engine = load(folder, speculate=False)
     assert all(isinstance(each, Cache8) for each in engine.runner._cache.layers)  # type: ignore[union-attr]
@@ -95,7 +95,7 @@ def test_answers_are_the_same_however_passes_are_cut(
 
 
 def test_a_stream_goes_on_elsewhere_from_its_tokens(generator: Callable[..., Path]) -> None:
-    """As after the death of a replica: its prompt and the answer so far are computed again."""
+    """The prompt and the answer so far are computed again, as after the death of a replica."""
     folder = generator("qwen3_lm")
     prompt = prompts(LENGTHS)[1]
     (whole,) = ids(load(folder).generate([prompt], GREEDY))

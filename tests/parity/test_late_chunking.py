@@ -1,4 +1,4 @@
-"""Vectors of spans against their definition: hidden states of the whole text, pooled over the tokens of the span."""
+"""Vectors of spans against their definition: the hidden states of the whole text, pooled over the span's tokens."""
 
 import json
 import shutil

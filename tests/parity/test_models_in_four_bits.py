@@ -108,7 +108,7 @@ def test_an_embedding_model_and_a_cpu_dequantise(tiny: Tiny, tmp_path: Path) -> 
 def test_the_footprint_counts_what_is_there(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: float
 ) -> None:
-    """At most the estimate, which counts zeros that a checkpoint may not need."""
+    """The real bytes are at most the estimate, which counts zeros that a checkpoint may not need."""
     folder = generator(tiny, name, tmp_path)
     config = load_model_config(folder)
     values = footprint._shapes(config).num_quantized
@@ -162,7 +162,7 @@ not eat for days."""
 
 
 def test_a_real_models_text_costs_little_more_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2-135M, rounded from values that were in 4.5 bits before: nats a token of a text."""
+    """SmolLM2-135M is rounded from values of 4.5 bits. The loss is measured in nats for each token of a text."""
     monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # this test allows them on a CPU
 
     def nats(dtype: Any) -> float:
@@ -191,7 +191,7 @@ def test_a_cpu_refuses_int4() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*STAYS, "int4"])
 def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Steps of a few streams and prompts of many rows: as close to fp32 as the dequantised model in bf16."""
+    """Steps of a few streams and prompts of many rows are as close to fp32 as the dequantised model in bf16."""
     folder = generator(tiny, "awq 64" if name == "int4" else name, tmp_path)
     dtype: Any = "int4" if name == "int4" else "bfloat16"
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))

@@ -1,4 +1,4 @@
-"""A model cut into stages on several devices gives the greedy tokens of one device in fp32, whatever shares the passes."""
+"""A model cut into stages on several devices gives the greedy tokens of one device in fp32, in any passes."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -84,7 +84,7 @@ def test_stages_compute_different_streams_at_the_same_time(generator: Callable[.
 
 
 def test_answers_stop_and_callers_leave(generator: Callable[..., Path]) -> None:
-    """Through the engine's threads: a stop id, a caller that leaves, a sampled answer, and the pages come back."""
+    """Runs the engine's threads with a stop id, a caller that leaves, and a sampled answer. All pages are free afterwards."""
     folder = generator("qwen2_lm")
     alone = load(folder, 1)
     given = prompts(LENGTHS)

@@ -114,13 +114,13 @@ def test_a_stream_gets_the_same_tokens_alone_and_under_load(folder_of: Callable[
         loop.stop()
     assert engine.pages is not None
     assert engine.pages.num_free == engine.pages.num_pages
-    # bf16 rounds otherwise in batches of other shapes, so not all tokens are equal, but nearly all answers begin alike.
+    # bf16 rounds differently in batches of other shapes, so some tokens differ. But nearly all answers begin with equal tokens.
     alike = [one[:8] == other[:8] for one, other in zip(answers[1], answers[2], strict=True)]
     assert sum(alike) > 0.8 * len(alike)
 
 
 def test_an_earlier_stage_and_its_link_lose_nothing() -> None:
-    """Copies between GPUs, while both compute in other streams."""
+    """Copies between GPUs while both compute on other streams."""
     source, target = (torch.device(each) for each in DEVICES)
     for one, other in ((source, target), (target, source), (source, source)):
         computing, using = torch.cuda.Stream(one), torch.cuda.Stream(other)
@@ -142,7 +142,7 @@ def test_an_earlier_stage_and_its_link_lose_nothing() -> None:
 
 
 def test_a_gpu_without_room_for_a_layer_is_named(folder_of: Callable[[str], Path]) -> None:
-    """The second GPU has too little left for one layer, and the refusal names the numbers."""
+    """The second GPU has too little free memory for one layer, and the error has the numbers."""
     folder = folder_of("qwen3")
     code = (
         "import sys, torch; free = torch.cuda.mem_get_info(1)[0];"

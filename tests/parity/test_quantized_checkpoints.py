@@ -1,4 +1,4 @@
-"""Quantised checkpoints against transformers with the same values in fp32; every mistake in a layout changes the vectors."""
+"""Quantised checkpoints against transformers with the same values in fp32. Every mistake in a layout changes the vectors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ from serve_app.cli.commands import cli
 
 Tiny = Callable[..., Path]
 IDS = prompts((3, 40, 17))
-# Blocks of 128 rows and columns end within a matrix of an FP8 checkpoint. Groups fill the others.
+# Blocks of 128 rows and columns end within a matrix of an FP8 checkpoint. In the other forms groups fill the matrix.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
 KINDS = ("qwen3_lm", "qwen2_lm", "llama_lm", "mistral_lm", "gemma3_lm")
 
@@ -131,7 +131,7 @@ def test_layers_in_8_bits_are_made_from_the_values(tiny: Tiny, tmp_path: Path) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMS)
 def test_a_gpu_dequantises_to_the_same_values(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """With matrices above 1 MiB, whose tensors several threads copy."""
+    """The matrices are above 1 MiB, so several threads copy their tensors."""
     shape = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 1, "max_position_embeddings": 256}
     folder, plain = quantize(tiny("qwen3_lm", **shape), FORMS[name], tmp_path)
     scheme, values = load_model_config(folder).quantization, load_file(plain / "model.safetensors")
@@ -170,7 +170,7 @@ def one_more(words: torch.Tensor) -> torch.Tensor:
 
 
 def rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """The scales, each in its neighbour's place, along the axis of the groups or blocks."""
+    """The scales, each moved to its neighbour's place along the axis of the groups or blocks."""
     return tensor.roll(1, 1 if tensor.shape[1] > 1 else 0)
 
 

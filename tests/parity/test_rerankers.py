@@ -1,4 +1,4 @@
-"""Rerankers as published: a language model that answers yes or no, and folders that sentence-transformers saves."""
+"""Rerankers in their published forms: a language model that answers yes or no, and folders saved by sentence-transformers."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from engine.options import EmbedOptions, EncodeOptions
 RAW = EmbedOptions(normalize=False)
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["<think>", "</think>"]  # added, but not special, as in Qwen3's
-# Qwen2's and Qwen3's, so that a space goes with the word after it and line ends with what is before them.
+# Qwen2's and Qwen3's pattern: a space belongs to the word after it, and line ends belong to the text before them.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PAIRS = [
     ("What is the capital of China?", "The capital of China is Beijing."),
@@ -53,7 +53,7 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def reranker(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As Qwen/Qwen3-Reranker-* were published at first: a language model, and nothing that says it reranks but the name."""
+    """A folder like the first Qwen/Qwen3-Reranker-*: a language model. Only its name shows that it reranks."""
     made = tiny("qwen3_lm", not request.param, tie_word_embeddings=request.param, max_position_embeddings=1024)
     folder = tmp_path_factory.mktemp("hub") / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots" / "abc"
     shutil.copytree(made, folder)
@@ -63,7 +63,7 @@ def reranker(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path
 
 
 def model_card(folder: Path, pairs: list[tuple[str, str]], task: str | None, limit: int) -> tuple[list[list[int]], np.ndarray]:
-    """(ids, scores), as the model card computes them."""
+    """(ids, scores), computed as on the model card."""
     tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
@@ -103,7 +103,7 @@ def test_scores_are_those_of_the_model_card(reranker: Path, task: str | None) ->
 
 
 def test_the_rows_of_yes_and_no_are_subtracted_in_fp32(reranker: Path) -> None:
-    """In bf16 our logits err no more than transformers' own."""
+    """In bf16 the error of our logits is no larger than transformers' error."""
     exact, low = (Engine.load(reranker, dtype=dtype, device="cpu") for dtype in ("float32", "bfloat16"))  # type: ignore[arg-type]
     sequences = exact.tokenizer.encode_pairs(PAIRS, EncodeOptions())
     expected, ours = (engine.launch(sequences, [RAW] * len(PAIRS)).wait().vectors[:, 0] for engine in (exact, low))
@@ -153,7 +153,7 @@ CHAT = (
 
 @pytest.fixture
 def saved(reranker: Path, tmp_path: Path) -> Path:
-    """As they are published since: with a LogitScore module and a chat template for pairs, under any name."""
+    """A folder like the later ones: with a LogitScore module and a chat template for pairs, and with any name."""
     body = shutil.copytree(reranker, tmp_path / "body")
     (body / "chat_template.jinja").write_text(CHAT)
     theirs = CrossEncoder(str(body), device="cpu", model_kwargs={"attn_implementation": "eager"})
@@ -273,7 +273,7 @@ def test_modules_after_a_classifier_are_refused(cross_encoder: Path) -> None:
 
 
 def test_a_classifier_whose_pairs_go_through_a_chat_template(cross_encoder: Path) -> None:
-    """As conversions of Qwen3-Reranker to a head for classification are saved."""
+    """A folder like conversions of Qwen3-Reranker to a head for classification."""
     path = cross_encoder / "sentence_bert_config.json"
     path.write_text(json.dumps({"modality_config": {"text": {}, "message": {"format": "flat"}}}))
     with pytest.raises(ModelError, match="pairs go through a chat template that is not Qwen3-Reranker's"):

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts against transformers, in fp32: however a prompt is cut, and whatever else is in its passes."""
+"""Log-probabilities of prompts against transformers, in fp32, for any chunks of a prompt and any other work in its passes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -165,7 +165,7 @@ def test_a_prompt_that_fills_the_context_is_scored(generator: Callable[[str], Pa
 
 
 def test_named_tokens_have_transformers_log_probabilities(generator: Callable[[str], Path]) -> None:
-    """They come from the model's logits, before the options change them."""
+    """The log-probabilities are of the model's logits, before the options change them."""
     folder = generator("gemma3_lm")
     given, asked = prompts(LENGTHS)[:4], [(7, 8, 250), (), (299, 7), (0,)]
     engine = load(folder)
@@ -212,7 +212,7 @@ def smollm2() -> Engine:
 
 @pytest.fixture(scope="module")
 def their_smollm2() -> Any:
-    """With the weights of the GGUF file, which `test_gguf_model.py` compares with transformers' own."""
+    """SmolLM2 in transformers, with the weights of the GGUF file. `test_gguf_model.py` checks these weights."""
     folder = resolve_model(EMBEDDED_GENERATOR)
     weights = GGUFWeights(folder / "model.gguf")
     with torch.device("meta"):
@@ -238,7 +238,7 @@ def test_smollm2_scores_a_text_as_transformers_does(smollm2: Engine, their_smoll
 
 
 class OnlyModel:
-    """The models of an API that has one. Keeps the prompts that it computes."""
+    """The models of an API with one model. Keeps the prompts that it computes."""
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         info = ModelInfo("smollm2", "smollm2", "float32", "cpu", "last_token", 0, 8192, 512, 0, task="generation")
@@ -263,7 +263,7 @@ class OnlyModel:
 
 
 def test_decisions_are_transformers_probabilities_of_the_labels(smollm2: Engine, their_smollm2: Any) -> None:
-    """Also for more options than letters. The questions after the first find the input in the cache."""
+    """Some questions have more options than letters. The questions after the first find the input in the cache."""
     assert smollm2.prompts is not None
     loop = EngineLoop(smollm2, 512)
     backend = OnlyModel(smollm2, loop)

@@ -1,4 +1,4 @@
-"""Against sentence-transformers: all-MiniLM-L6-v2 with its real weights, and tiny models with Dense layers."""
+"""Vectors against sentence-transformers: all-MiniLM-L6-v2 with its real weights, and tiny models with Dense layers."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
-# In bf16 both are rounded, each to 0.9999 of float32; a CPU with AMX takes another product for one text than for many.
+# In bf16 both are rounded, each to 0.9999 of float32. A CPU with AMX uses different products for one text and for many.
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.9998)])
 def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least: float, device: str) -> None:
     engine = Engine.load(minilm, dtype=dtype, device=device)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_dimensions_are_cut_then_normalised(minilm: Path, device: str) -> None:
     np.testing.assert_allclose(cut, expected, atol=1e-6)
 
 
-# Widths and activations of the Dense layers after the hidden size of 128; a width of no multiple of eight takes another path.
+# Widths and activations of the Dense layers after the hidden size of 128. A width that is not a multiple of 8 uses other code.
 DENSE: dict[str, list[tuple[int, bool, nn.Module]]] = {
     "as embeddinggemma": [(192, False, nn.Identity()), (48, False, nn.Identity())],
     "as LaBSE": [(64, True, nn.Tanh())],

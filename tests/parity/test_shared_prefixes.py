@@ -1,4 +1,4 @@
-"""Sequences that share a prefix's computation get the vectors they get alone, in fp32 on the CPU."""
+"""Sequences that share a prefix's computation get the same vectors as alone, in fp32 on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -53,7 +53,7 @@ def texts() -> list[TokenIds]:
 
 @pytest.fixture
 def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each pass of the test."""
+    """The number of tokens of each pass of the test."""
     forward, passes = engine.model.forward, list[int]()
 
     def counting(batch: PackedBatch, *more: Any) -> torch.Tensor:

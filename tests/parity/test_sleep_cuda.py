@@ -32,7 +32,7 @@ def ids(engine: Engine) -> list[list[int]]:
 def assert_likely(engine: Engine, answers: list[list[int]]) -> None:
     """Each token is nearly the likeliest one by the scores of the same text, which no CUDA graph computes.
 
-    The tokens of two runs may differ: bf16 rounds otherwise in passes of other shapes.
+    The tokens of two runs may differ: bf16 rounds differently in passes of other shapes.
     """
     scored = SamplingOptions(max_tokens=0, prompt_logprobs=1)
     texts = [[*prompt.tolist(), *answer] for prompt, answer in zip(TEXTS, answers, strict=True)]
@@ -86,7 +86,7 @@ def test_a_generating_engine_sleeps_and_wakes() -> None:
         assert engine._sleeper.held_bytes(engine.device) == 0
         assert engine.pages is not None
         engine.pages.check_integrity()
-        others = Block(held, torch.device("cuda", 0))  # somebody else's, in the memory of the weights
+        others = Block(held, torch.device("cuda", 0))  # another program's block, in the memory of the weights
         others.bytes.fill_(255)
         del others
         for _ in range(2):  # without cached prefixes, and with them

@@ -17,7 +17,7 @@ from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Answer
 
 GREEDY = SamplingOptions(max_tokens=96, temperature=0.0)
-# Tied tables of random words repeat a few words, so most proposals of greedy answers are right. Few of sampled ones are.
+# Models with random tied word embeddings repeat a few words. So most proposals of greedy answers are right, few of sampled ones.
 OPTIONS = {
     "greedy": GREEDY,
     "sampled": replace(GREEDY, temperature=1.0, seed=3),

@@ -71,7 +71,7 @@ def test_answers_in_fp32_are_those_without_speculation(load: Callable[..., Engin
             engine.speculate = False
             plain, none, _, _ = run(engine, part, options)
             assert none == 0
-            # In fp32 a pass has four rows at most, and two streams share them: no room is left for a proposal.
+            # In fp32 a pass has at most four rows. Two streams share them, so there is no room for a proposal.
             assert accepted > 50 or options is SAMPLED or len(part) > 1
             assert [ids(answer.tokens) for answer in ours] == [ids(answer.tokens) for answer in plain]
 

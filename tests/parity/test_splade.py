@@ -74,7 +74,7 @@ def test_vectors_equal_transformers(folder: Path, lengths: list[int], device: st
         assert entries.dtype == SPARSE
         assert entries["index"].tolist() == np.flatnonzero(vector).tolist()
         np.testing.assert_array_equal(entries["value"], vector[vector > 0])
-        assert len(entries) < vector.size or lengths[row] > 1  # of one token, a random head gives some words nothing
+        assert len(entries) < vector.size or lengths[row] > 1  # with one token, a random head gives some words a weight of 0
 
 
 def test_logits_of_a_few_tokens_at_a_time_give_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
     return Engine.load(folder, dtype="float32", device=request.param)
 
 
-@lru_cache(maxsize=2)  # of one folder: all tests of a folder run before those of the next
+@lru_cache(maxsize=2)  # for one folder, because all tests of a folder run before those of the next
 def transformers_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval().to(device)

@@ -1,4 +1,4 @@
-"""`backend="transformers"`: architectures not ours, in our batches, equal to plain transformers; code where it is trusted."""
+"""`backend="transformers"`: other architectures in our batches equal plain transformers. A folder's own code runs if trusted."""
 
 import json
 import shutil
@@ -259,7 +259,7 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(
     assert not caplog.records
     engine = load(folder, trust_remote_code=True)
     assert (tmp_path / "ran").exists()
-    assert "at revision abc: its own code is run" in caplog.text
+    assert "at revision abc: its own code runs" in caplog.text
     batch = sequences()
     for ids, ours in zip(batch, engine.forward(engine.packer.pack(batch)).split(LENGTHS), strict=True):
         torch.testing.assert_close(ours, alone(network, ids), rtol=1e-4, atol=2e-5)
@@ -277,7 +277,7 @@ def test_what_transformers_knows_itself_needs_no_code(tmp_path: Path) -> None:
 
 
 def test_our_engine_and_a_folder_without_weights(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """A plan and a gateway read a model's folder before its weights are there."""
+    """A plan and a gateway read a model's folder when it has no weights yet."""
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
     (folder / "model.safetensors").unlink()
     ours, theirs = load_model_config(folder), load_model_config(folder, backend="transformers")

@@ -1,4 +1,4 @@
-"""One Ray for the whole session; applications are deployed on it and removed again."""
+"""One Ray for the whole session. Tests deploy applications on it and remove them again."""
 
 import os
 import time
@@ -58,7 +58,7 @@ def address(grpc_port: int, server_log: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def deployed_together(address: str) -> DeployTogether:
-    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes for that long."""
+    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes within the block."""
 
     @contextmanager
     def deploy(
@@ -67,7 +67,7 @@ def deployed_together(address: str) -> DeployTogether:
         names = {prefix: prefix.strip("/") or "root" for prefix in variants}
         targets = []
         for prefix, (server, settings) in variants.items():
-            serve.delete(names[prefix])  # waits for the end of an application that had this name
+            serve.delete(names[prefix])  # waits for the end of an earlier application with this name
             args = ModelArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", **settings))
             targets.append(serve.RunTarget(bind(args, server, **(options or {})), names[prefix], prefix))
         serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
@@ -84,7 +84,7 @@ def deployed_together(address: str) -> DeployTogether:
 
 @pytest.fixture(scope="session")
 def deployed(deployed_together: DeployTogether) -> Deploy:
-    """`with deployed(prefix, server=..., num_replicas=..., **settings) as client:` serves MiniLM for that long."""
+    """`with deployed(prefix, server=..., num_replicas=..., **settings) as client:` serves MiniLM within the block."""
 
     @contextmanager
     def deploy(

@@ -1,4 +1,4 @@
-"""Server classes with an engine that is deliberately slow or broken, to test behaviour that a fast engine hides."""
+"""Server classes with engines that are slow or broken on purpose, to test behaviour that a fast engine hides."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ class SlowEngine(Engine):
 
 
 class HangingEngine(Engine):
-    """A sequence with id 14 never ends, the first time that any replica gets it."""
+    """The first sequence with id 14 that any replica gets never ends."""
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -100,7 +100,7 @@ class BrokenPool(PoolServer):
 
 
 class DyingPool(PoolServer):
-    """A text that ends with the token of "die" ends the replica, the first time that any replica gets it."""
+    """The first text that ends with the token of "die" ends its replica."""
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         die = self._engine.tokenizer.encode(["die"], EncodeOptions())[0][1]
@@ -111,7 +111,7 @@ class DyingPool(PoolServer):
 
 
 class _Killing:
-    """A text that ends with the token of "kill" ends the replica, every time. Each death creates a file."""
+    """Each text that ends with the token of "kill" ends its replica. Each death creates a file."""
 
     def __init__(self, model: Any) -> None:
         self.info, self.tokenizer, self._model = model.info, model.tokenizer, model

@@ -1,4 +1,4 @@
-"""The server when clients leave, when there are too many requests, at timeouts, and when the engine fails."""
+"""The server's behaviour when clients leave, when there are too many requests, at timeouts, and when the engine fails."""
 
 import socket
 import threading
@@ -138,7 +138,7 @@ def test_one_bad_vector_or_batch_harms_nobody_else(variants: dict[str, httpx.Cli
 
 
 def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
-    """The new replica starts first, the old one finishes what it has accepted."""
+    """The new replica starts first. The old one finishes the requests that it has accepted."""
 
     @contextmanager
     def asker(client: httpx.Client) -> Iterator[Callable[[], int]]:
@@ -162,7 +162,7 @@ def redeployed_under_load(
     asker: Callable[[httpx.Client], AbstractContextManager[Callable[[], int]]],
     limit: Callable[[httpx.Client], int],
 ) -> set[int]:
-    """The answers of four clients while the application `again` was replaced by one with another `limit`."""
+    """The answers of four clients while the application `again` is replaced by one with another `limit`."""
     answers: list[int] = []
     stop = threading.Event()
 
@@ -196,21 +196,21 @@ def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, 
         def health() -> int:
             try:
                 return client.get("health").status_code
-            except httpx.HTTPError:  # the moment in which its process is killed
+            except httpx.HTTPError:  # its process is being killed
                 return 0
 
         def hang() -> None:
-            """Hears the end: the next replica's vector where HAProxy sends it on, an error, or that the connection is gone."""
+            """Gets some end: the next replica's vector if HAProxy sends the request there, an error, or a closed connection."""
             with suppress(httpx.RemoteProtocolError):
                 client.post("embed", json={"inputs": [[101, 14, 102]]}, timeout=90)
 
         hanging = pool.submit(hang)
         wait_for((tmp_path / "hung").exists)
-        assert health() == 200  # so far it may just be long
+        assert health() == 200  # so far the pass may only be a long one
         wait_for(lambda: health() == 503, 30)
         wait_for(lambda: health() == 200, 60)
         assert client.post("embed", json={"inputs": [[101, 14, 102]]}).status_code == 200
-        hanging.result(1)  # the request does not wait any more, and has no timeout
+        hanging.result(1)  # the request has ended, although it has no timeout
 
 
 @pytest.mark.parametrize("model", ["nowhere", "all-MiniLM-L6-v2", None])

@@ -1,4 +1,4 @@
-"""SmolLM2 and MiniLM behind one address over real HTTP, as a plan deploys them and the openai SDK asks."""
+"""SmolLM2 and MiniLM behind one address over real HTTP, deployed as by a plan, with requests of the openai SDK."""
 
 import threading
 import time
@@ -178,7 +178,7 @@ def test_a_client_that_leaves_gives_its_pages_back(http: httpx.Client) -> None:
     asked = {"model": EMBEDDED_GENERATOR, "prompt": COUNT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
     cancelled = metric(http, "cancelled_requests_total")
     with http.stream("POST", "v1/completions", json=asked) as answer:
-        lines = answer.iter_lines()  # kept: httpx closes the connection once nobody has the iterator
+        lines = answer.iter_lines()  # kept, because httpx closes the connection when the iterator is freed
         next(lines)
         wait_for(lambda: metric(http, "pool_kv_pages_held") > 0)  # a replica reports once a second
     wait_for(lambda: metric(http, "pool_kv_pages_held") == 0)
@@ -207,7 +207,7 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
     assert http.get("info", params={"model": EMBEDDED_GENERATOR}).json()["model_type"] == {"generation": {}}
     assert http.get("info", params={"model": "nope"}).status_code == 404
     assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
-    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # the first model that can, where a request names none
+    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # without a name, the first model that can
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
     replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{pool}"}} 1.0' for name, pool in POOLS.items()}
     assert replicas <= set(http.get("metrics").text.splitlines())
@@ -254,7 +254,7 @@ def test_a_stream_moves_when_its_replica_stops_in_order(http: httpx.Client, sdk:
             readers = []
             for text in texts:
                 readers.append(pool.submit(read, text))
-                wait_for(lambda text=text: len(text) > 3)  # the next one goes to the other replica
+                wait_for(lambda text=text: len(text) > 3)  # so that the next stream goes to the other replica
             serve.run_many([bound(name, **scaling_options(1, 1))], wait_for_applications_running=False)
             wait_for(lambda: len(replicas_of(name)) == 1)
             lengths = [len(text) for text in texts]
@@ -280,7 +280,7 @@ def replica_of(pool: str) -> psutil.Process:
     return replica
 
 
-# These may be empty on a healthy server on a CPU without API keys. tests/deploy tests the alerts among them.
+# These expressions may be empty on a healthy server on a CPU without API keys. tests/deploy tests the alerts among them.
 EMPTY = {
     "server: Tokens/s of API keys: {{key}}",
     "server: Refusals of API keys: {{key}}",

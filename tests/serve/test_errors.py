@@ -1,4 +1,4 @@
-"""Wrong input: the status, type and text of TEI's contract, in the route's own form; the server keeps running."""
+"""Wrong input gets the status, type and text of TEI's contract, in the route's own form. The server keeps running."""
 
 import httpx
 import pytest

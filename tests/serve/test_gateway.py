@@ -1,4 +1,4 @@
-"""The gateway with pools, on real Serve: one address for all models, and the death of a replica that no client notices."""
+"""The gateway with pools, on real Serve: one address for all models, and no client notices the death of a replica."""
 
 import json
 import threading
@@ -177,7 +177,7 @@ def test_a_gateway_that_is_up_first_waits_for_its_pools(address: str) -> None:
     args = {"models": [{"spec": spec, "pools": pools}], "default": "mini"}
     serve.run(gateway.build(gateway.GatewayArgs.model_validate(args)), name="gatewaylate", route_prefix="/late")
     with httpx.Client(base_url=address + "/late", timeout=40) as gate:
-        wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # the gateway answers, and has no replica to ask
+        wait_for(lambda: gate.get("health").content.endswith(b'"Unhealthy"}'))  # the gateway answers, but has no replica
         assert gate.get("v1/models").status_code == 200
         assert gate.post("embed", json={"inputs": "too early"}).status_code == 503
         late = pool.PoolArgs.model_validate({"pool": "late", "spec": spec, "num_threads": 1, "tokens_per_s": 3000})
@@ -241,6 +241,6 @@ def test_replicas_follow_the_load_and_no_request_is_lost(clustered: Clustered) -
             try:
                 wait_for(lambda: replicas() == 3, 60)
             finally:
-                ended.set()  # otherwise the threads would send requests for ever
+                ended.set()  # without this the threads would send requests for ever
         wait_for(lambda: replicas() == 1, 60)
         assert set(statuses) == {200}

@@ -1,4 +1,4 @@
-"""A request that kills its replicas can kill only two of them. Other requests are answered."""
+"""A request that kills its replica can kill only two replicas. Other requests are answered."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

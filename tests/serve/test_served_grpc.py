@@ -1,4 +1,4 @@
-"""TEI's gRPC services through Ray Serve's ingress: HAProxy in front, the replica's own gRPC server behind it."""
+"""TEI's gRPC services through Ray Serve's ingress: HAProxy, and behind it the replica's gRPC server."""
 
 import os
 import threading
@@ -92,7 +92,7 @@ def test_streams_of_either_kind_pass_the_ingress(client: httpx.Client, channel: 
 
 
 def test_a_stream_that_fails_behind_serves_proxy_has_its_code(channel: grpc.Channel) -> None:
-    """HAProxy sends calls to Ray Serve's proxy while no replica is up. `channel` says that the application answers."""
+    """HAProxy sends calls to Ray Serve's proxy while no replica is up. With `channel` the application already answers."""
     port = os.environ["RAY_SERVE_FALLBACK_PROXY_GRPC_PORT"]
     with grpc.insecure_channel(f"127.0.0.1:{port}") as proxy:
         embed, application = tei_pb2_grpc.EmbedStub(proxy), [("application", "root")]
@@ -127,7 +127,7 @@ def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, chan
         assert info.Info(tei.InfoRequest(), metadata=slow).max_client_batch_size == 9
 
         request = tei.EmbedRequest(inputs="word " * 50)
-        for _ in range(2):  # so that the replica knows its speed
+        for _ in range(2):  # the replica measures its rate
             embed.Embed(request, metadata=slow)
         held = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(10)]  # 2.5 s of passes
         wait_for(lambda: metric(client, "requests_in_flight") >= 10)
@@ -138,7 +138,7 @@ def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, chan
         before, computed = metric(client, "cancelled_requests_total"), metric(client, "tokens_total")
         let_in = metric(client, "request_count", of="te")
         leaving = embed.Embed.future(request, metadata=slow)
-        wait_for(lambda: metric(client, "request_count", of="te") == let_in + 1)  # before, Serve itself would end the call
+        wait_for(lambda: metric(client, "request_count", of="te") == let_in + 1)  # before that, Serve itself would end the call
         leaving.cancel()
         wait_for(lambda: metric(client, "cancelled_requests_total") == before + 1)
         assert {each.result().status_code for each in held} == {200}
@@ -155,7 +155,7 @@ def test_a_redeploy_under_load_loses_no_call(deployed: Deploy, channel: grpc.Cha
 
     @contextmanager
     def asker(client: httpx.Client) -> Iterator[Callable[[], int]]:
-        wait_for(lambda: answers(lambda: limit(client)))  # HAProxy hears of a replica's two ports at different moments
+        wait_for(lambda: answers(lambda: limit(client)))  # HAProxy learns of a replica's two ports at different moments
         yield lambda: len(embed.Embed(tei.EmbedRequest(inputs="hello"), metadata=again).embeddings)
 
     assert redeployed_under_load(deployed, asker, limit) == {384}

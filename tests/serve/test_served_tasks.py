@@ -1,4 +1,4 @@
-"""Rerankers, classifiers and chunks over real Serve: the same answers from behind a gateway as from the models themselves."""
+"""Rerankers, classifiers and chunks over real Serve: a gateway gives the same answers as the models themselves."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A new version of a model beside the old one, on real Serve: both get requests, and the counts come to Ray's store."""
+"""A new version of a model beside the old one, on real Serve: both get requests, and the counts go to Ray's store."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from serve_app.replica.pool import PoolServer
 
 
 def test_a_new_version_that_fails_gets_its_share_and_is_found_out(clustered: Clustered) -> None:
-    """The requests that the broken version does not answer fail, because the old version never takes over for it."""
+    """Requests to the broken version fail, because the old version does not answer for it."""
     pools = {"mini": {"mini.cpu": PoolServer, "mini.cpu@00c0ffee": BrokenPool}}
     with clustered("/canary", pools, trials={"mini": "mini.cpu@00c0ffee"}) as client:
 

@@ -28,9 +28,8 @@ EOS = 256
 class FakeGenerator:
     """Each stream gets the bytes of the next of `answers`, then the end. An exception in place of an answer ends the stream.
 
-    `fail_after` tokens, each stream gets `error`. `held` streams get tokens without end. `stall`: 20 of them, and then
-    none until they are cancelled. `late_s`: the first token
-    takes so many seconds.
+    Each stream gets `error` after `fail_after` tokens. `held` streams get tokens without end. With `stall`, streams get 20
+    tokens, and then none until they are cancelled. `late_s`: the seconds until the first token.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class FakeGenerator:
 
 
 def _token(token_id: int, logprobs: int | None) -> Token:
-    """The chosen token has -0.5, the k-th other one -k."""
+    """The log-probability of the chosen token is -0.5, that of the k-th other token is -k."""
     if logprobs is None:
         return Token(token_id)
     top = [(token_id, -0.5), *((1 + k, -float(k)) for k in range(1, logprobs))]

@@ -47,7 +47,7 @@ class Begun:
 
     def __init__(self, channel: Computes, prompt: Sequence[int], options: SamplingOptions) -> None:
         self.heard: list[Token | str] = []
-        self.begun: list[int | None] = []  # cached tokens of the prompt, with the first token
+        self.begun: list[int | None] = []  # cached tokens of the prompt, as reported with the first token
         self.stream = Stream.begin(prompt, options, VOCABULARY, CONTEXT)
         self.stream.on_token = self.heard.append
         self.stream.on_pass = lambda: self.heard.append("pass")

@@ -8,7 +8,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def stub_hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """The models and revisions that are asked for, as they come. It has no files of a model."""
+    """The requested models and revisions, in order. The Hub has no files of a model."""
     asked: list[tuple[str, str | None]] = []
 
     def snapshot_download(name: str, *, revision: str | None, **_: Any) -> str:

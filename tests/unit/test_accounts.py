@@ -162,7 +162,7 @@ def test_a_key_leaves_places_to_the_others() -> None:
                 return count
             count += 1
 
-    assert [fill("a"), fill("b"), fill("c")] == [80, 16, 4]  # whoever comes finds a place
+    assert [fill("a"), fill("b"), fill("c")] == [80, 16, 4]  # each new key finds a place
     assert Places(1).take("m", "a")
 
 
@@ -204,7 +204,7 @@ def test_a_key_leaves_bytes_to_the_others() -> None:
     assert budget.now == 0
     assert not +budget.held
     alone = Hold(budget, "a")
-    alone.add(1500)  # as much as it needs
+    alone.add(1500)  # the only request may hold any number of bytes
     alone.release()
 
 
@@ -229,7 +229,7 @@ def test_keys_that_wait_for_a_slot_get_it_in_turn() -> None:
             slots.release("a")
             for _ in range(3):
                 await asyncio.sleep(0)
-        assert got == ["a", "a", "a", "b", "a"]  # b has one slot already
+        assert got == ["a", "a", "a", "b", "a"]  # b already has one slot
         slots.release("b")
         for _ in range(3):
             await asyncio.sleep(0)
@@ -360,7 +360,7 @@ def test_a_key_has_its_models_and_no_others(tokenizer: Tokenizer, file: Path) ->
     assert server.get(nothing, "/v1/models").json()["data"] == []
     for name in ("large", "big", None):
         assert server.embed(bound, model=name).status_code == 200
-    assert (len(server.large.qos), len(server.small.qos)) == (3, 0)  # without a name it is the first of its own
+    assert (len(server.large.qos), len(server.small.qos)) == (3, 0)  # without a name, the first model of the key
     assert server.embed(free, model="small").status_code == 200
     text = "the API key `bound`: it may not use model `{}`; it may use large"
     for name in ("small", "missing"):

@@ -1,4 +1,4 @@
-"""`emberforge apply`, `diff`, `rollback` and `destroy` against a stub of Serve, which starts replicas in a few looks."""
+"""`emberforge apply`, `diff`, `rollback` and `destroy` against a stub of Serve, which starts replicas within a few queries."""
 
 import http.server
 import json
@@ -51,7 +51,7 @@ def config(dtype: str = "float32", replicas: int = 1, *more: str, gateways: int 
 
 
 class StubServe:
-    """Stands in for `ServeClient`, and for Serve behind it. An application in `broken` does not start."""
+    """A stub of `ServeClient` and of Serve. An application in `broken` does not start."""
 
     def __init__(self) -> None:
         self.applications: dict[str, dict[str, Any]] = {}
@@ -158,7 +158,7 @@ class Killed(BaseException):
 
 
 class Mortal:
-    """Passes calls on. The process is killed after `life` steps; a step lies before a call, and one behind."""
+    """Passes calls on. The process is killed after `life` steps. There is a step before and a step after each call."""
 
     def __init__(self, inner: Any, life: list[int]) -> None:
         self._inner, self._life = inner, life
@@ -179,12 +179,12 @@ class Mortal:
 
 
 class Operator:
-    """A person who types commands. `said` has the lines about progress."""
+    """A person who types commands. `said` has the lines of progress."""
 
     def __init__(self) -> None:
         self.serve, self.store, self.said = StubServe(), MemoryStore(), list[str]()
         self.tallies = tally(0), tally(0)  # of the old and the new version, at each gateway
-        self.trials: list[tuple[str, ...]] = []  # the applications at each look at a trial
+        self.trials: list[tuple[str, ...]] = []  # the applications at each query during a trial
 
     def apply(
         self,
@@ -204,7 +204,7 @@ class Operator:
         return todo.lines
 
     def _let_gateways_tell(self) -> None:
-        """Writes the counts that gateways write during a trial, between two looks."""
+        """Writes the counts that gateways write during a trial, between two queries."""
         if (gateway := self.serve.applications.get("gateway")) is None or gateway["config"] is None:
             return
         for entry in gateway["config"]["args"]["models"]:
@@ -349,7 +349,7 @@ def test_a_rollback_that_is_killed_at_any_point_goes_on_when_it_is_typed_again()
         try:
             operator.rollback(life)
         except Killed:
-            if operator.history[-1] != (3, 1, True):  # it was killed after its work was done otherwise
+            if operator.history[-1] != (3, 1, True):  # otherwise the process was killed after its work
                 operator.rollback()
         else:
             break
@@ -418,7 +418,7 @@ def pools(operator: Operator) -> list[str]:
 
 
 def updated(seconds: float = 0.01, failed: int = 0) -> Operator:
-    """A cluster with the old version. The new one will fail or take long as the arguments say."""
+    """A cluster with the old version. The new one will have these failures and this time per request."""
     operator = Operator()
     operator.apply(canary_config("float32"), canaries=CANARY)
     operator.tallies = tally(0), tally(failed, seconds=seconds)
@@ -458,7 +458,7 @@ def test_a_new_version_that_is_worse_gets_no_requests_and_the_command_fails(seco
 
 
 def test_a_trial_ends_early_only_after_many_slow_requests() -> None:
-    """A hundred requests at each look end the trial at the first look. Two gateways with 30 each do so at its end."""
+    """A hundred requests at each query end the trial at the first query. With 30 at each gateway, the trial runs to its end."""
     looks = []
     for requests in (100, 30):
         operator = updated(seconds=0.2)
@@ -586,13 +586,13 @@ def rest_api(serve: StubServe) -> Iterator[str]:
 
 
 def test_serve_is_asked_through_its_rest_api(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing of the cluster goes through it
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # requests to the cluster use no proxy
     monkeypatch.setenv("no_proxy", "example.org")
     stub = StubServe()
     with rest_api(stub) as address:
         client = ServeClient(address)
         client.deploy(config())
-        for _ in range(2):  # then all replicas run, and Serve says the same at each look
+        for _ in range(2):  # then all replicas run, and Serve's answer no longer changes
             client.details()
         assert client.details() == stub.details()
         with pytest.raises(ClusterError, match=r"^Ray's dashboard refuses: .*400: 1 validation error"):

@@ -36,7 +36,7 @@ def test_pack_lays_sequences_end_to_end() -> None:
 
 
 def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
-    """Like a CUDA graph, whose buffer still has the previous batch."""
+    """The buffer still has the previous batch, as in a CUDA graph."""
     packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132))
     sequences = [np.full(length, 7, dtype=np.int32) for length in (40, 3, 50)]
     shape, tiles = packer.shape(Layout(sequences), graphs=True)
@@ -88,7 +88,7 @@ def test_the_types_of_tokens_leave_their_ids() -> None:
     assert packed.token_ids.tolist() == [5, 6, 0, 7]
     assert packed.token_types is not None
     assert packed.token_types.tolist() == [0, 1, 1, 0]
-    assert sequences[0].tolist() == [5, 6 | second, second]  # the request's own array is as it was
+    assert sequences[0].tolist() == [5, 6 | second, second]  # the request's own array has not changed
     packer = BatchPacker("cls", 8, Tiling(64, 2, 2, (9, 0), 132), typed=True)
     shape, tiles = packer.shape(Layout(sequences), graphs=True)
     buffer = np.full(shape.size, -1, dtype=np.int32)
@@ -129,7 +129,7 @@ def test_graphs_are_few_and_the_largest_first(shares_prefixes: bool) -> None:
 
 @st.composite
 def alike(draw: st.DrawFn) -> list[np.ndarray]:
-    """Texts of which groups begin with the same tokens, in any order."""
+    """Groups of texts that begin with the same tokens, in any order."""
     groups = draw(
         st.lists(st.tuples(st.integers(16, 90), st.lists(st.integers(1, 60), min_size=1, max_size=6)), min_size=1, max_size=30)
     )
@@ -142,10 +142,10 @@ def alike(draw: st.DrawFn) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # reading the tiles as the kernel does takes long for large batches
+@settings(deadline=None)  # for large batches, reading the tiles in the kernel's way is slow
 @given(alike(), st.sampled_from([1, 2, 7]), st.sampled_from([32, 128]), st.booleans())
 def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: int, head_dim: int, roomy: bool) -> None:
-    """The test reads tiles and bounds as the kernel does, from a buffer that held another batch."""
+    """The test reads tiles and bounds in the kernel's way, from a buffer that held another batch before."""
     packer = BatchPacker("last_token", 8, Tiling(head_dim, group, 2, (9, 0), 132), shares_prefixes=True)
     layout = packer.layout(texts, whole=False)
     num_tokens = sum(layout.lengths)
@@ -159,9 +159,9 @@ def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: 
     def seen(tile: list[int], token: int) -> list[int]:
         first, end = tile[2:] or (0, 0)
         assert tile[0] <= token < tile[1]
-        assert end <= bounds[token, 0], "a prefix lies before what follows it"
+        assert end <= bounds[token, 0], "a prefix is before the rest of its text"
         keys = [*ids[first:end], *ids[bounds[token, 0] : token + 1]]
-        assert len(keys) == positions[token] + 1, "as many as its position says"
+        assert len(keys) == positions[token] + 1, "a token sees all earlier tokens and itself"
         return keys
 
     texts_seen = [seen(tile, token) for tile in batch.tiles.tolist() for token in range(*tile[:2])]
@@ -176,7 +176,7 @@ def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: 
 
 @pytest.mark.parametrize("loners", [0, 1, 40])
 def test_a_graphs_shape_holds_as_many_prefixes_as_there_may_be(loners: int) -> None:
-    """Each of them and what follows it are tiles that nothing else may join."""
+    """Each prefix, and the rest of each text, has tiles that no other text may share."""
     texts = [np.array([start, *range(15), own], dtype=np.int32) for start in range(MOST_PREFIXES + 4) for own in (1, 2)]
     texts += [np.array([100 + index], dtype=np.int32) for index in range(loners)]
     packer = BatchPacker("last_token", 8, Tiling(64, 1, 2, (9, 0), 132), shares_prefixes=True)
@@ -189,14 +189,14 @@ def test_a_graphs_shape_holds_as_many_prefixes_as_there_may_be(loners: int) -> N
 @pytest.mark.parametrize(("typed", "shares_prefixes"), [(True, False), (False, True)], ids=["encoder", "decoder"])
 @pytest.mark.parametrize("group", [1, 2, 7, 8])
 def test_the_footprint_bounds_the_bytes_of_a_batch(group: int, typed: bool, shares_prefixes: bool) -> None:
-    """Sequences of one token take the most bytes for each token. Encoders alone tell segments; decoders alone share prefixes."""
+    """Sequences of one token take the most bytes per token. Only encoders have segments. Only decoders share prefixes."""
     for head_dim in HEAD_DIMS:
         tiling = Tiling(head_dim, group, 2, (9, 0), 132)
         for num_tokens in (1024, MOST_BATCH_TOKENS):
             tile_shape = tiling.shape(num_tokens)
             num_tiles = tiling.most_tiles(num_tokens, tile_shape)
             shape = BatchShape(num_tokens, num_tokens, num_tiles, tile_shape, typed, shares_prefixes)
-            assert 4 * shape.size <= _INDEX_BYTES * num_tokens + 64, "a few bytes do not grow with the batch"
+            assert 4 * shape.size <= _INDEX_BYTES * num_tokens + 64, "64 bytes do not depend on the batch"
 
 
 def test_only_the_pooling_of_the_last_token_shares() -> None:
@@ -224,7 +224,7 @@ def test_a_batch_of_more_sequences_than_any_graph_has_room_for_is_not_padded() -
 
 
 def test_a_family_that_walks_the_lengths_gets_no_tiles(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without tiles no batch runs as a CUDA graph, so that the lengths are always there."""
+    """Without tiles no batch runs as a CUDA graph, so the lengths are always available."""
     monkeypatch.setattr("engine.load.tiling", lambda *_: Tiling(64, 1, 4, (9, 0), 132))
     engine = Engine.load(tiny("deberta"), dtype="float32", device="cpu")
     assert engine.packer.tiling is None

@@ -153,7 +153,7 @@ def test_the_bytes_in_flight_have_a_budget() -> None:
     assert budget.now == 40
     second.release()
     alone = Hold(budget)
-    alone.add(1000)  # nobody else waits for the memory
+    alone.add(1000)  # no other request needs the memory
     with pytest.raises(Overloaded):
         second.add(1)
 
@@ -291,13 +291,13 @@ def test_large_arrays_and_bodies_are_worked_on_on_threads() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["one short text", "the same, int8", "2,048 documents as objects", "2,048 texts, 1,000 classes"])
 def test_what_is_measured_is_answered(what: str) -> None:
-    """`loadtests.stalls` has a model of its own. Only this test notices where the model is no longer one."""
+    """`loadtests.stalls` has its own fake model. Only this test notices if the fake lacks a new part of the interface."""
     path, task, body = next(rest for name, *rest in stalls.requests() if name == what)
     assert asyncio.run(stalls.measured(path, task, body))[0] == 200
 
 
 def test_a_request_has_one_deadline_for_all_of_it() -> None:
-    """Body, tokenising, passes: each alone is in time."""
+    """Body, tokenisation and passes each end within the deadline, but not all of them together."""
     service = _service(request_timeout_s=0.05)
 
     async def steps() -> AsyncIterator[int]:

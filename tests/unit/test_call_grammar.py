@@ -1,4 +1,4 @@
-"""Grammars of tool calls: the tokens that they accept, and that the parser reads every accepted call."""
+"""Grammars of tool calls: the tokens that they accept. The parser reads every accepted call."""
 
 import json
 from functools import partial
@@ -123,7 +123,7 @@ def test_reasoning_before_the_calls(kind: str) -> None:
     accepted = {
         "none": (True, False, False),
         "may": (True, True, False),
-        "open": (False, kind == "text", True),  # without a token of its own, <think> is text like any other
+        "open": (False, kind == "text", True),  # if <think> is not a single token, it is ordinary text
     }
     for reasoning, expected in accepted.items():
         assert tuple(accepts(text, kind, reasoning=reasoning) for text in texts) == expected
@@ -156,7 +156,7 @@ def test_the_parser_reads_what_the_grammar_accepts(form: str) -> None:
     ],
 )
 def test_an_answer_has_calls_or_another_form(kind: str, other: str, within: str, outside: str) -> None:
-    """Like `tool_choice` "auto" together with a form."""
+    """For `tool_choice` "auto" together with a form."""
     call = in_json("time", "{}")
     schemas = {"time": {"type": "object", "properties": {}}}
 

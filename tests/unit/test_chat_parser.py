@@ -126,7 +126,7 @@ def test_a_parser_without_tags_changes_nothing() -> None:
         (tagged('{"arguments": {"a": "é", "b": 1}, "name": "f"}'), call(0, "f", '{"a": "é", "b": 1}')),
         (tagged('{"name": "\\u0066", "arguments": {}}'), call(0, "f", "{}")),
         (tagged('{"name": "f", "arguments": {}, "id": "}"}'), call(0, "f", "{}")),
-        # Closers are missing: of the object, of the tag, of both before another call.
+        # Missing: the end of the object, the closing tag, both of them before another call.
         (tagged('{"name": "f", "arguments": {}'), call(0, "f", "{}")),
         ('<tool_call>{"name": "f", "arguments": {}}', call(0, "f", "{}")),
         ('<tool_call>{"name": "f", "arguments": {}}\n</tool_', call(0, "f", "{}")),
@@ -155,7 +155,7 @@ def test_calls_in_json(text: str, expected: list[Any]) -> None:
 )
 @pytest.mark.parametrize("before", ["", "Hi \n", "<think>hm</think>"])
 def test_what_is_no_call_is_content_as_it_stands(inner: str, before: str) -> None:
-    """Also where the call's closing tag is missing."""
+    """Also if the call's closing tag is missing."""
     for text in (tagged(inner), f"<tool_call>{inner}", f"{tagged(inner)}\n{F}"):
         *others, (kind, told) = [each for each in parsed(before + text) if each[0] in (Content, Reasoning)]
         assert kind is Content
@@ -218,7 +218,7 @@ def function(name: str, **parameters: str) -> str:
         (tagged(function("write", text="</div>\n</parameters>\n <function=f>")),
          [(0, "write", {"text": "</div>\n</parameters>\n <function=f>"})]),
         (tagged("<function=write><parameter=text>x</parameter></function>"), [(0, "write", {"text": "x"})]),
-        # Closers are missing: of the tool call, of the function, of a parameter.
+        # Missing closing tags: of the tool call, of the function, of a parameter.
         (f"<tool_call>{function('f')}<tool_call>{function('g')}", [(0, "f", {}), (1, "g", {})]),
         (tagged("<function=write>\n<parameter=text>\nx\n</parameter>"), [(0, "write", {"text": "x"})]),
         (tagged("<function=write>\n<parameter=text>\nx\n<parameter=count>\n7\n</function>"),

@@ -1,4 +1,4 @@
-"""Chat templates: the prompt of transformers' `apply_chat_template`, and limits for a template that is somebody else's code."""
+"""Chat templates: the prompts equal those of transformers, and a template's code runs within limits."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,7 +15,8 @@ import engine.text.chat
 from engine.errors import InvalidInput, ModelError
 from engine.text.chat import ChatFormat, ChatTemplate
 
-# Reasoning of the turns since the last question, tools, tool calls with arguments as text or object, a switch for thinking.
+# This template has reasoning since the last question, tools, tool calls with arguments as text or object, and a switch for
+# thinking.
 THINKING = """\
 {%- set ns = namespace(question=-1) -%}
 {%- for message in messages %}{% if message.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor -%}
@@ -63,7 +64,7 @@ Be brief.{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-# The content is stripped, the first system message is part of the first question, bos and eos are around each exchange.
+# This template strips the content, puts the first system message into the first question, and bos and eos around each exchange.
 BRACKETS = """\
 {% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<' + messages[0]['content'] + '>>' %}
 {% else %}{% set rest = messages %}{% set system = '' %}{% endif %}
@@ -95,7 +96,7 @@ Reference = Callable[..., str]
 
 
 def folder_with(folder: Path, template: Any = None, **config: Any) -> Path:
-    """A model folder as far as chat templates need it."""
+    """A model folder with the files that chat templates need."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(folder, 20, encoder=False)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **config}
@@ -178,7 +179,7 @@ def test_the_continued_message_ends_the_prompt_as_in_transformers(
 
 
 def outcome(render: Reference, messages: list[dict[str, Any]], **options: Any) -> str | None:
-    """The prompt, or None if there is none. The two libraries have different words for the reason."""
+    """The prompt, or None after an error. The error texts of the two libraries differ."""
     try:
         return render(messages, **options)
     except Exception:
@@ -186,7 +187,7 @@ def outcome(render: Reference, messages: list[dict[str, Any]], **options: Any) -
 
 
 def test_the_templates_of_these_tests_do_something(pairs: dict[str, tuple[ChatTemplate, Reference]]) -> None:
-    """`outcome` would also accept that both libraries fail always."""
+    """Without this test, the other tests would also pass if both libraries always failed."""
     messages = [{"role": "system", "content": "S"}, *HI, {"role": "assistant", "content": " yes", "reasoning": "hm"}]
     thinking, chatml, brackets, strict = (pairs[name][0] for name in TEMPLATES)
     assert thinking.render(messages) == "[system]S[/]\n[user]hi[/]\n[assistant]<think>hm</think> yes[/]\n[assistant]"
@@ -364,7 +365,7 @@ def test_what_a_request_may_not_ask(tmp_path: Path) -> None:
         template.render([{"role": "assistant", "content": None}], **options)
 
 
-# Somebody else's code
+# Code of others
 
 
 def test_the_templates_own_complaint_is_shown(pairs: dict[str, tuple[ChatTemplate, Reference]]) -> None:

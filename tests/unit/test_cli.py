@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
         commands.run()
 
 
-# Modules that take a tenth of a second or more to import, alone or with what they import.
+# Modules whose import takes a tenth of a second or more, including the modules that they import.
 SLOW = {"torch", "ray", "grpc", "transformers", "starlette", "numpy", "huggingface_hub", "prometheus_client"}
 COMMAND = """
 import json, os, sys
@@ -135,7 +135,7 @@ print(json.dumps({"modules": list(sys.modules)}))
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The modules that a new process has imported at the end of the command, or before it would start itself again."""
+    """The modules that a new process has imported at the end of the command, or before it restarts itself."""
     script = tmp_path / "emberforge"
     script.write_text(COMMAND)
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -155,7 +155,7 @@ def test_a_command_imports_only_what_it_needs(tmp_path: Path, arguments: list[st
 
 
 def test_a_key_is_hidden_before_anything_slow_is_imported(tmp_path: Path) -> None:
-    """`ps` shows the command line until then."""
+    """Until the key is hidden, `ps` shows it."""
     said = run(tmp_path, "serve", "--api-key", "secret", "--port", "1")
     assert (said["key"], said["arguments"][-3:]) == ("secret", ["serve", "--port", "1"])
     assert (SLOW | {"pydantic", "typer", "rich", "yaml"}) & set(said["modules"]) == set()
@@ -239,7 +239,7 @@ def help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_help_tells_the_default_of_every_option(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A switch is off, and has none. rich takes brackets for markup, and leaves them out."""
+    """A switch is off by default, and its help has no default. rich reads brackets as markup, and removes them."""
     shown = help_of(command, monkeypatch)
     options = [each for each in get_command(cli).commands[command].params if not getattr(each, "is_flag", False)]
     assert len(options) > 12
@@ -291,7 +291,7 @@ def test_a_server_sees_the_devices_that_were_asked_for_and_no_others(monkeypatch
     assert show_only(("cuda:3", "cuda:1")) == ("0", "1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1"
     assert show_only(("cuda:1",)) == ("0",)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "numbers count what is visible"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1", "numbers count only visible GPUs"
     assert show_only(("cpu", "cpu")) == ("cpu", "cpu")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
@@ -300,7 +300,7 @@ def test_embers_other_options_are_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match=r"--memory-fraction is not supported: .*; leave it out"):
         check_refused(["generate", "-n", "3", "--memory-fraction=0.9"])
     check_refused(["generate", "-p", "--no", "--temp", "0"])
-    check_refused(["serve", "--dump-dir", "x"])  # typer says that there is no such option
+    check_refused(["serve", "--dump-dir", "x"])  # typer refuses this unknown option
 
 
 @pytest.mark.parametrize(("flag", "name"), [("-n", "n_predict"), ("--ctx-size", "ctx_size"), ("--threads", "threads")])

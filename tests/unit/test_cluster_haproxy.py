@@ -51,8 +51,8 @@ frontend http
 
 
 def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # or the number would be ours
-    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "7", HAPROXY_CONFIG_TEMPLATE))  # this line goes: see below
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # otherwise the number would be ours
+    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "7", HAPROXY_CONFIG_TEMPLATE))  # ours replaces this line: see below
     added = with_ours(text)
     assert added.count("option srvtcpka") == 1
     servers = [line for line in added.splitlines() if line.startswith("    server ")]
@@ -70,14 +70,14 @@ def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: p
 
 
 def rendered(config: dict[str, object], **backends: object) -> str:
-    """The text that the template of the installed Ray makes of it."""
+    """The text that the template of the installed Ray makes from this config."""
     environment = Environment(undefined=ChainableUndefined)
     environment.filters["haproxy_fmt"] = str
     return environment.from_string(HAPROXY_CONFIG_TEMPLATE).render(config={"maxconn": 7} | config, **backends)
 
 
 def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the text that this Ray's template makes; gRPC's calls are left alone."""
+    """In the text of this Ray's template. gRPC's calls are not limited."""
     servers = [{"name": "one", "host": "h", "port": 1}, {"name": "two", "host": "h", "port": 2}]
     backend = {
         "name": "http-app",
@@ -105,7 +105,7 @@ def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypat
 
 
 class SlowServer(ThreadingHTTPServer):
-    """Answers once it may, and tells of each request that has come."""
+    """Answers when the test allows it, and reports each request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Slow)
@@ -161,7 +161,7 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
             refused, expected = ask(), error_response(Overloaded(0.0), form)
             assert (refused.status_code, refused.content) == (429, expected.body)
             assert {name: refused.headers[name] for name in expected.headers} == dict(expected.headers)
-            assert httpx.get(f"{ask_url(tmp_path)}/health").status_code == 204  # a balancer's check is not refused
+            assert httpx.get(f"{ask_url(tmp_path)}/health").status_code == 204  # a load balancer's check is not refused
             metrics = httpx.get(f"http://127.0.0.1:{exporter}/metrics").text
             assert 'haproxy_backend_requests_denied_total{proxy="http-app"} 1\n' in metrics
         finally:
@@ -173,7 +173,7 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
 
 
 def test_clients_that_keep_their_connections_shut_nobody_out(tmp_path: Path) -> None:
-    """More of them than Ray lets HAProxy have; they send nothing, or nothing more."""
+    """There are more of them than the connections that Ray allows HAProxy. They send nothing, or nothing more."""
     assert "maxconn 7\n" in CONFIG
     app = SlowServer()
     app.may.set()
@@ -196,7 +196,7 @@ def test_haproxy_has_as_many_connections_as_there_may_be_files_for(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, files))
     assert f"    maxconn {connections}\n" in with_ours(CONFIG)
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # whoever says how many has his way
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # the operator's number has precedence
     assert "    maxconn 7\n" in with_ours(CONFIG)
 
 
@@ -207,7 +207,7 @@ def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(t
 
 @pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v1/rerank", "cohere")])
 def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: Form, tmp_path: Path) -> None:
-    """Also by the proxy that stands in for an application's processes, when Ray has told it of no application."""
+    """Also by the proxy that replaces an application's processes, while Ray has not told the proxy of any application."""
     app = {"name": "http-app", "path_prefix": "/"}
     added = with_ours(rendered({}, backends=[app], backends_with_health_config=[{"backend": app, "health_config": {}}]))
     assert "return status 404" in added
@@ -225,7 +225,7 @@ def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: F
         assert (answer.status_code, answer.content) == (503, expected.body)
         assert answer.headers["retry-after"] == "1"
     assert stand_in.asked.acquire(blocking=False)
-    stand_in.content_type = "application/json; charset=utf-8"  # the application's own 404, of an unknown model
+    stand_in.content_type = "application/json; charset=utf-8"  # the application's own 404, for an unknown model
     with _in_front_of(servers, path, tmp_path) as ask:
         assert ask().status_code == 404
     stand_in.shutdown()
@@ -233,7 +233,7 @@ def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: F
 
 
 def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
-    """And a deadline is told to the replica. The text is made by this Ray's template, for two applications."""
+    """The replica also gets the deadline. The text comes from this Ray's template, for two applications."""
 
     def backend(protocol: str, name: str, prefix: str) -> dict[str, object]:
         return {"name": f"{protocol}-{name.lower()}", "path_prefix": prefix, "app_name": name, "servers": []}
@@ -300,7 +300,7 @@ def test_no_process_sees_expect(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v2/embed", "cohere")])
 def test_who_sends_or_reads_nothing_loses_the_connection(path: str, form: Form, tmp_path: Path) -> None:
-    """Half a request's head, half a body, and an answer that nobody reads; the limit of 10 s is 1 s here."""
+    """Half a request's head, half a body, and an answer that the client does not read. The limit of 10 s is 1 s here."""
     app = SlowServer()
     app.may.set()
     app.answer_bytes = 20_000_000
@@ -391,7 +391,7 @@ def test_a_request_has_one_id_from_its_head_to_its_answer(tmp_path: Path) -> Non
 
 
 def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
-    """Ray's text makes HAProxy answer 500, which balancers and clients do not send again."""
+    """Ray's text makes HAProxy answer 500, after which load balancers and clients do not send the request again."""
     path, form = "/v1/embeddings", cast(Form, "openai")
     expected = json.dumps(error_body(form, *haproxy._LOST), separators=(",", ":"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -405,7 +405,7 @@ def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
                     connection.close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        for server in (f"127.0.0.1:{port}", "127.0.0.1:9"):  # hangs up; does not listen
+        for server in (f"127.0.0.1:{port}", "127.0.0.1:9"):  # one closes the connection, one does not listen
             with _in_front_of(server, path, tmp_path) as ask:
                 answer = ask()
             assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (503, expected, "1")
@@ -442,7 +442,7 @@ def test_haproxy_alone_listens_at_the_host(monkeypatch: pytest.MonkeyPatch, host
 
 
 def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: Path) -> None:
-    """Beside HAProxy a process answers `/metrics` for the node, with HAProxy's own series."""
+    """A process beside HAProxy answers `/metrics` for the node, with HAProxy's own series."""
     port, exporter = free_port(), free_port()
     file = tmp_path / "haproxy.cfg"
     file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}") + _exporter_at(exporter))
@@ -507,11 +507,11 @@ def _all_of(client: socket.socket) -> bytes:
 def _in_front_of(
     server: str, path: str, folder: Path, default: str = "", seconds: int = 20, more: str = ""
 ) -> Iterator[Callable[[], httpx.Response]]:
-    """HAProxy with our lines before one server, or with a backend of its own; gives what asks it.
+    """HAProxy with our lines in front of one server, or with the given backend. Yields a function that sends a request.
 
     Args:
-        seconds: that a client may take.
-        more: sections of the configuration.
+        seconds: the time limit of a client.
+        more: further sections of the configuration.
     """
     port = free_port()
     config = re.sub("timeout (client|server) 1s", rf"timeout \1 {seconds}s", CONFIG).replace(

@@ -1,6 +1,6 @@
-"""Every error of TEI's contract on every route that can give it, word for word, in the route's own form.
+"""Every error of TEI's contract on every route that can give it, with TEI's exact text, in the route's own form.
 
-`FAILURES` is the table; the requests go to the API over a model that computes nothing and fails as the row wants.
+`FAILURES` is the table. The API has a fake model that fails as the row requires.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ PROMPTS = {"query": "query: ", "passage": "passage: "}
 JSON = {"content-type": "application/json"}
 KEY = "a key"
 
-# The failures of a model, by the name that a row gives.
+# The failures of a model, by their names in the rows.
 FAULTS: dict[str, Exception] = {
     "device": BackendError("CUDA error: an illegal memory access was encountered"),
     "nan": NotFinite(),
     "stopped": EngineStopped("the engine has stopped"),
     "bug": RuntimeError("something nobody thought of"),
 }
-# What kind of model a row is answered by, and with which settings; "prompted" has prompts.
+# The kind of model for a row, which also decides the settings. "prompted" has prompts.
 Kind = Literal["embedding", "prompted", "reranker", "classifier", "splade"]
 SETTINGS: dict[str, Any] = {"max_client_batch_size": 8, "payload_limit": 100_000, "request_timeout_s": 5.0}
 
@@ -118,13 +118,13 @@ SCORING = ("/v1/decisions", "/detokenize")  # in test_scoring_api.py
 COMPUTE = (*EMBED, *MORE, *RERANK, "/predict")
 TOKENS = ("/tokenize", "/decode")
 ALL = (*COMPUTE, *TOKENS)
-# What a route's own model is, where it is none of embeddings.
+# The kind of model of each route that does not need an embedding model.
 KINDS: dict[str, Kind] = dict.fromkeys(RERANK, "reranker") | {"/predict": "classifier", "/embed_sparse": "splade"}  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One row of the table: what is sent, and what TEI answers. Cohere's routes answer another status, all their own form."""
+    """One row of the table: the request, and TEI's answer. Cohere's routes have other statuses. Each route has its own form."""
 
     name: str
     routes: Sequence[str]
@@ -133,9 +133,9 @@ class Failure:
     text: str
     inputs: Any = "x"
     fields: Mapping[str, Any] = field(default_factory=dict)
-    raw: bytes | None = None  # a body in place of all that
-    bodies: Mapping[str, Any] = field(default_factory=dict)  # for a route, a body in place of its usual one
-    plain: bool = False  # native routes answer plain text that holds `text`, others hold it too
+    raw: bytes | None = None  # a body instead of inputs and fields
+    bodies: Mapping[str, Any] = field(default_factory=dict)  # by route: a body instead of its usual one
+    plain: bool = False  # native routes answer plain text; all answers contain `text`
     kind: Kind | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     fault: str = ""
@@ -161,7 +161,7 @@ BOTH_EMPTY = {
 }
 
 FAILURES = [
-    # What TEI's table has.
+    # TEI's own errors.
     Failure("an empty text", (*EMBED, *MORE, "/predict"), 400, "Empty", EMPTY, ["x", ""]),
     Failure("an empty pair", RERANK, 400, "Empty", EMPTY, bodies=BOTH_EMPTY),
     Failure("an empty list of ids", IDS, 400, "Empty", EMPTY, []),
@@ -230,7 +230,7 @@ FAILURES = [
         "a body too large", ALL, 413, "Validation", "Failed to buffer the request body: length limit exceeded",
         raw=b" " * 100_001, plain=True,
     ),
-    # What only we have.
+    # Errors that TEI does not have.
     Failure(
         "an instance of no route", ["/vertex"], 422, "Validation",
         "instances.0: inputs: expected a string, a list of token ids, or a list of these, got null", None,
@@ -264,7 +264,7 @@ CASES = [(failure, path) for failure in FAILURES for path in failure.routes]
 
 
 class FakeModel:
-    """Every vector is ones, if `fault` lets it come: a name of `FAULTS`, tokenizer, slow, or full, which holds its place."""
+    """All values of a vector are 1. `fault` is a name of `FAULTS`, or "tokenizer", "slow" or "full"; "full" keeps its place."""
 
     def __init__(self, tokenizer: Tokenizer, fault: str, kind: Kind = "embedding") -> None:
         self.tokenizer = _BrokenTokenizer() if fault == "tokenizer" else tokenizer
@@ -361,7 +361,7 @@ def _status(failure: Failure, form: Form) -> int:
 
 
 def _check_form(answer: httpx.Response, form: Form, failure: Failure) -> None:
-    """The whole body: nothing beside what the form has."""
+    """Checks the whole body: it has no field that the form does not have."""
     status = _status(failure, form)
     assert answer.status_code == status, answer.text
     if form == "tei" and failure.status == 401:
@@ -433,7 +433,7 @@ def _documented() -> Iterator[tuple[str, int]]:
 
 
 def test_every_documented_status_is_provoked_and_the_other_way_round() -> None:
-    """500 of native routes is a bug of ours, and nothing that a client could count on."""
+    """500 of native routes is missing in the document, because it is a bug of ours."""
     documented = set(_documented())
     provoked = {(path, 200) for path, _ in documented}
     for failure, path in CASES:

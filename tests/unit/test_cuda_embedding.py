@@ -1,4 +1,4 @@
-"""The pipeline of GPUs for texts to embed, without a GPU: streams, events and links are stand-ins."""
+"""The pipeline of GPUs for texts to embed, without a GPU: CUDA streams, events and links are stubs."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The GPU runner of stages without a GPU: what each stage is given, graphs of all stages, and which pass waits for which."""
+"""The GPU runner of stages without a GPU: the inputs of each stage, graphs of all stages, and the waits between passes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Staged(Streaming):
-    """An engine whose streams run on the GPUs' pipeline. Each stage's GPU has another number of multiprocessors if `unlike`."""
+    """An engine whose streams run on the GPUs' pipeline. With `unlike`, the GPUs of the stages have different numbers of SMs."""
 
     def __init__(self, engine: Engine, num_pages: int, budget: int, unlike: bool = False) -> None:
         assert isinstance(engine.runner, Pipeline)
@@ -82,7 +82,7 @@ def engines(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, int], Engine], kind: str, num_stages: int) -> None:
-    """Whole prompts and chunks, without graphs and with, with pages to spare and with few, on like GPUs and unlike ones."""
+    """Whole prompts and chunks, with and without graphs, with many and with few pages, on equal and on different GPUs."""
     alone, engine = engines(kind, 1), engines(kind, num_stages)
     sequences = [np.array(ids, dtype=np.int32) for ids in prompts((1, 300, 128, 7))]
     plain, embedded = streams_of(alone, MIXED), Request(sequences, EmbedOptions())
@@ -125,7 +125,7 @@ Waits = list[int | None]
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Waits]:
-    """For each pass the number of the pass whose tokens it waits for; None where it foresees none."""
+    """For each pass the number of the pass for whose tokens it waits; None if it waits for no tokens."""
     waited: list[Event | None] = []
     run = EarlierStage.run
 
@@ -152,7 +152,7 @@ def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
     options = SamplingOptions(max_tokens=10, temperature=0.0)
     ours.generate([ours._engine.new_stream(prompt, options) for prompt in prompts([5, 6, 7, 8])])
     found = waits()
-    assert found[0] is None, "the pass of the prompts foresees nothing"
+    assert found[0] is None, "the pass of the prompts waits for no tokens"
     foreseen = [(number, wait) for number, wait in enumerate(found) if wait is not None]
     assert len(foreseen) >= 14
     assert all(wait == number - 2 for number, wait in foreseen[2:]), "two groups take turns"
@@ -161,7 +161,7 @@ def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
 def test_no_pass_waits_for_the_one_before_while_prompts_fill_it(
     engines: Callable[[str, int], Engine], waits: Callable[[], Waits]
 ) -> None:
-    """Otherwise the first stage would be idle until the last one has ended."""
+    """If it did, the first stage would be idle until the last one has ended."""
     ours = Staged(engines("qwen3_lm", 2), 64, 100)
     options = SamplingOptions(max_tokens=30, temperature=0.0)
     ours.generate([ours._engine.new_stream(prompt, options) for prompt in prompts([50] * 20)])

@@ -1,4 +1,4 @@
-"""The GPU runner's logic without a GPU: padding, graphs, results, tuning. Streams, events and captures are stand-ins."""
+"""The GPU runner's logic without a GPU: padding, graphs, results, tuning. CUDA streams, events and captures are stubs."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class Model:
-    """A hidden state tells its token and its position. `room`: tokens that fit into memory."""
+    """A hidden state contains its token and its position. `room`: the most tokens that fit into memory."""
 
     room = 1 << 30
 
@@ -78,7 +78,7 @@ class Cuda:
 
 
 class Torch:
-    """torch without pinned memory and with a stand-in for its CUDA side."""
+    """torch without pinned memory, and with a stub of its CUDA functions."""
 
     def __init__(self) -> None:
         self.cuda = Cuda()
@@ -92,7 +92,7 @@ class Torch:
 
 @dataclass
 class Graph:
-    """Computes the pass anew over its own buffer, and puts the results where the graph has them."""
+    """Computes the pass again from its own buffer, and writes the results to the graph's memory."""
 
     network: Network
     shape: BatchShape
@@ -169,7 +169,7 @@ def test_a_pass_gives_what_the_cpu_gives_graphed_and_not(
 ) -> None:
     ours, exact, _ = made(pooling)
     ours.max_graph_tokens = max_graph_tokens
-    for _ in range(3):  # eager, then from a graph, in a place that other passes have written to
+    for _ in range(3):  # eager, then from a graph, in memory that other passes have used
         flights = []
         for each in BATCHES:
             options = [EmbedOptions(normalize=bool(row % 2), dimensions=2 + row % 3) for row in range(len(each))]
@@ -204,14 +204,14 @@ def test_an_output_that_nobody_gives_is_refused(made: Made) -> None:
 
 
 def test_no_capture_is_on_a_requests_way(made: Made) -> None:
-    """A shape without a graph runs eagerly, is captured in another thread, and is replayed from then on."""
+    """A shape without a graph runs eagerly. Another thread captures it, and later passes replay it."""
     ours, _, model = made()
     ours.max_graph_tokens = 512
     capturer: Capturer = ours.graphs._capture  # type: ignore[assignment]
     for _ in range(3):
         ours.launch(batch(9)).wait()
         ours.graphs.wait()
-    assert len(model.passes) == 3  # one eager, two replayed; nothing besides
+    assert len(model.passes) == 3  # one eager, two replayed, and no other
     assert capturer.threads == ["engine-graphs"]
     assert [eager_first for _, eager_first in capturer.captured] == [False]
 
@@ -229,7 +229,7 @@ def test_a_capture_that_fails_costs_its_shape_the_graph_and_nothing_else(made: M
         np.testing.assert_allclose(output.vectors, exact.launch(batch(40, 50), None, ()).wait().vectors, rtol=1e-6)
         ours.graphs.wait()
     capturer.error = None
-    ours.launch(batch(40, 50)).wait()  # nobody tries this shape again
+    ours.launch(batch(40, 50)).wait()  # the capture of this shape is not tried again
     ours.launch(batch(200)).wait()
     ours.graphs.wait()
     assert [shape.num_tokens for shape, _ in capturer.captured] == [16, 256]
@@ -278,7 +278,7 @@ def config(**changes: Any) -> ModelConfig:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family of few parameters, with no checkpoint behind it."""
+    """A family with few parameters and without a checkpoint."""
     monkeypatch.setattr(tune, "body_parameters", lambda config: 1_000)
     monkeypatch.setattr(tune, "most_graph_tokens", lambda config, dtype: 16384)
 
@@ -343,7 +343,7 @@ def test_without_our_attention_there_are_no_graphs(made: Made, small: None) -> N
 
 @pytest.mark.slow
 def test_a_process_may_end_while_a_graph_is_captured() -> None:
-    """torch aborts a process whose interpreter has ended under one of torch's calls."""
+    """torch aborts a process whose interpreter ends during a call of torch."""
     code = """if True:
         import time, torch
         from engine.run.batch import BatchShape
@@ -363,4 +363,4 @@ def test_a_process_may_end_while_a_graph_is_captured() -> None:
     """
     started = time.monotonic()
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-    assert time.monotonic() - started < 40, "only the capture that has begun is waited for"
+    assert time.monotonic() - started < 40, "the end waits only for the current capture"

@@ -1,4 +1,4 @@
-"""The GPU runner of streams without a GPU: packing, padding, graphs, tokens that stay on the device. CUDA is a stand-in."""
+"""The GPU runner of streams without a GPU: packing, padding, graphs, tokens that stay on the device. CUDA is a stub."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Replay:
 
 @dataclass
 class Pool:
-    """A capture keeps the function. A replay calls the function: it reads the graph's buffer and writes its results anew."""
+    """A capture stores the function. A replay calls it: the function reads the graph's buffer and writes its results again."""
 
     device: Any
     captured: list[Replay] = field(default_factory=list)
@@ -154,7 +154,7 @@ def same(mine: Answer, theirs: Answer) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_get_the_tokens_that_the_cpu_gives(engines: Callable[[str], Engine], kind: str) -> None:
-    """Whole prompts and chunks, without graphs and with, with pages to spare and with few."""
+    """Whole prompts and chunks, with and without graphs, with many and with few pages."""
     engine = engines(kind)
     expected = [stream.future.result(0) for stream in _run(engine, streams_of(engine, MIXED))]
     for num_pages, budget, graph_tokens in ((40, 4096, 0), (40, 50, 0), (7, 60, 0), (40, 4096, 4096), (7, 70, 512)):
@@ -171,7 +171,7 @@ def test_streams_get_the_tokens_that_the_cpu_gives(engines: Callable[[str], Engi
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Callable[[str], Engine], kind: str) -> None:
-    """Without graphs and with, in chunks, with few pages, and in passes that score a prompt. Streams get the same tokens."""
+    """With and without graphs, in chunks, with few pages, and in passes that score a prompt. Streams get the same tokens."""
     engine = engines(kind)
     expected = [stream.future.result(0) for stream in _run(engine, streams_of(engine, MIXED))]
     sequences = [np.array(ids, dtype=np.int32) for ids in prompts((1, 300, 128, 7, 129))]
@@ -197,7 +197,7 @@ def test_sequences_beside_streams_get_the_vectors_that_the_cpu_gives(engines: Ca
 def test_streams_that_speculate_get_the_tokens_that_the_cpu_gives(
     tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A tied table of random words repeats a few words. Greedy streams speculate, beside sampled ones that run ahead."""
+    """A model with tied random word embeddings repeats a few words. Greedy streams speculate beside sampled streams."""
     folder = folder_without_pooling(tiny, "qwen3_lm", tmp_path_factory.getbasetemp() / "streams-tied", tie_word_embeddings=True)
     engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=64 * PAGE_SIZE)
     options = [SamplingOptions(max_tokens=60, temperature=0.0, logprobs=0), SamplingOptions(max_tokens=50, seed=1)] * 3
@@ -260,7 +260,7 @@ def test_logits_that_are_not_finite_end_their_stream_alone(engines: Callable[[st
 
 
 def _broken(logits: torch.Tensor) -> torch.Tensor:
-    """The second row of the first pass, which has two, is NaN."""
+    """The second of the two rows of the first pass is NaN."""
     if len(logits) > 1:
         logits[1] = float("nan")
     return logits
@@ -290,7 +290,7 @@ def test_tuning_finds_a_budget_and_captures_graphs(
 
 @pytest.mark.slow
 def test_many_streams_through_the_loop(engines: Callable[[str], Engine]) -> None:
-    """Captures run beside the passes."""
+    """Captures run at the same time as the passes."""
     engine = engines("qwen3_lm")
     ours = Streaming(engine, 400, 8192).with_graphs(8192)
     for count in (1, 8, 64):

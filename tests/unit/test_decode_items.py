@@ -1,4 +1,4 @@
-"""Parts of decode steps over arbitrary lengths: every key in one part, parts of whole pages, and not too many of them."""
+"""Parts of decode steps for arbitrary lengths: every key is in one part, parts have whole pages, and there are not too many."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ blocks = st.integers(1, 600)
 
 
 def offsets_of(sizes: list[int]) -> list[int]:
-    """Where the pages of each sequence begin, with unused pages before each."""
+    """The start of each sequence's pages, with unused pages before it."""
     counts = [-(-size // PAGE) + 3 for size in sizes]
     return (np.cumsum(counts) - counts + 3).tolist()
 
@@ -70,7 +70,7 @@ def test_there_are_no_more_items_than_a_graph_has_room_for(
 @pytest.mark.parametrize(
     ("sizes", "parts"),
     [
-        ([800] * 256, [1] * 256),  # the chip is full without
+        ([800] * 256, [1] * 256),  # whole sequences already fill the chip
         ([800], [7]),
         ([4096] * 8, [4] * 8),  # 256 blocks of 8 pages
         ([32_768] + [100] * 255, [16] + [1] * 255),  # one long sequence does not keep one block busy after all others
@@ -100,7 +100,7 @@ def test_the_reference_is_attention_of_the_keys_in_the_pages(window: int | None)
     items = torch.cat((items[:2], torch.zeros(3, 8, dtype=torch.int32), items[2:]))
     workspace = DecodeWorkspace.create(0, 4, 32, q.device)
     out = kernels.attention_decode(q, cache, items, pages, workspace, out=torch.full(q.shape, torch.nan))
-    assert out[[0, 6]].isnan().all(), "they are rows of no item"
+    assert out[[0, 6]].isnan().all(), "these rows belong to no item"
     for row, (size, offset) in enumerate(zip(sizes, offsets, strict=True), start=1):
         slots = [int(pages[offset + key // PAGE]) * PAGE + key % PAGE for key in range(size)]
         keys, values = cache[:, slots]

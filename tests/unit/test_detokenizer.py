@@ -1,4 +1,4 @@
-"""Incremental detokenisation: it gives the text of all ids, never changes given text, and ends at the first stop string."""
+"""Incremental detokenisation gives the text of all ids, never changes earlier text, and ends at the first stop string."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -99,7 +99,7 @@ def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
 
 
 def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any ids: incomplete characters, bytes that are no UTF-8, special tokens in the middle, an id that has no token."""
+    """Any ids: incomplete characters, bytes that are not UTF-8, special tokens in the middle, an id without a token."""
     texts = TEXTS.map(lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     return st.lists(texts | st.lists(st.integers(0, tokenizer.get_vocab_size()), max_size=6), max_size=4).map(
         lambda many: [each for ids in many for each in ids]
@@ -121,7 +121,7 @@ def is_utf8(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
 @given(data=st.data())
 def test_the_text_is_that_of_decoding_all_ids_at_once(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids, skip = data.draw(ids_of(tokenizer)), data.draw(st.booleans())
-    # A run of byte tokens that is no UTF-8 has its own test: `tokenizers` has no text of it that can be given token by token.
+    # Consecutive byte tokens that are not UTF-8 have their own test, because the text of `tokenizers` changes with each token.
     if tokenizer not in (LLAMA, GEMMA) or is_utf8(tokenizer, ids):
         assert stream(Detokenizer(tokenizer, [], skip_special_tokens=skip), ids) == tokenizer.decode(
             ids, skip_special_tokens=skip
@@ -142,9 +142,9 @@ def test_the_answer_continues_the_prompt_wherever_it_ends(tokenizer: Tokenizer, 
         answer = stream(Detokenizer(tokenizer, ids[:split], skip_special_tokens=skip), ids[split:])
         if "\ufffd" not in before:
             assert before + answer == whole
-        elif "\ufffd" not in whole:  # the prompt ends within a character, which is in the answer
+        elif "\ufffd" not in whole:  # the prompt ends within a character, and the answer completes it
             starts = (tokenizer.decode(ids[:end], skip_special_tokens=skip) for end in range(split, -1, -1))
-            # Byte-level BPE has one replacement character then, byte fallback one for each byte since the last other token.
+            # Byte-level BPE then has one replacement character. Byte fallback has one for each byte since the last other token.
             start = before[:-1] if tokenizer is BYTE_LEVEL else next(each for each in starts if "\ufffd" not in each)
             assert start + answer == whole
         else:
@@ -203,7 +203,7 @@ def test_the_space_between_prompt_and_answer_is_the_answers() -> None:
 
 
 def expected(pieces: Sequence[str], stop: Sequence[str], include_stop: bool) -> tuple[str, str | None]:
-    """The rule in its plainest form: the shortest beginning of the text that ends with a stop string."""
+    """The rule in its simplest form: the shortest beginning of the text that ends with a stop string."""
     text = "".join(pieces)
     for end in range(1, len(text) + 1):
         found = max((each for each in stop if text[:end].endswith(each)), key=len, default=None)

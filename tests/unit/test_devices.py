@@ -10,7 +10,7 @@ from cluster import doctor
 from engine import devices
 
 CPU = torch.device("cpu")
-# One processor of each, as its Linux reports it: of a DGX Spark's GB10, of Grace, of an Ampere Altra, of a Raspberry Pi 5.
+# Linux's report of one processor: of a DGX Spark's GB10, of Grace, of an Ampere Altra, of a Raspberry Pi 5.
 _SINCE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"
 _V9 = (
     f"{_SINCE_N1} jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm sb paca pacg dcpodp "

@@ -26,7 +26,7 @@ def test_in_our_own_folder_ray_does_as_always(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ray_still_does_it_this_way() -> None:
-    """Another Ray may add the directories elsewhere. Then this is to be looked at again."""
+    """Another version of Ray may add the directories elsewhere. Then `cluster/driver_path.py` must be checked again."""
     assert "job_config._py_driver_sys_path.extend(code_paths)" in inspect.getsource(worker.connect)
 
 
@@ -37,7 +37,7 @@ def test_every_driver_of_ours_takes_it() -> None:
 
 
 def test_a_node_starts_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Serve of a cluster is a driver as well, with the head's working directory. A script stands in for Ray's command."""
+    """A cluster's Serve is also a driver, with the head's working directory. A script replaces Ray's command."""
     package, home, here = (tmp_path / name for name in ("path/ray/scripts", "home", "here"))
     for folder in (package, home, here / "ray"):
         folder.mkdir(parents=True)

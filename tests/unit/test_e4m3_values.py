@@ -1,4 +1,4 @@
-"""Values scaled for e4m3: within its range whatever the tokens are, and exactly what they were but for a power of two."""
+"""Values scaled for e4m3: they are within its range for all tokens, and differ from the original only by a power of two."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ WIDTH, VALUES = 64, 32
 
 
 def projection(biased: bool) -> Linear:
-    """Q, K and V, whose rows differ in size by many powers of two."""
+    """Q, K and V, with rows whose sizes differ by many powers of two."""
     torch.manual_seed(0)
     weight = torch.randn(96, WIDTH) * torch.exp2(torch.linspace(-20, 20, 96))[:, None]
     bias = torch.randn(96).bfloat16() if biased else None
@@ -31,12 +31,12 @@ def test_the_largest_value_there_can_be_is_within_e4m3_and_near_its_end(shifted:
     assert scale_values(qkv, its_norm, VALUES) is not None
     assert isinstance(qkv.weight, Quantized)
     rows = (qkv.weight.values.float() * qkv.weight.scale[:, None])[-VALUES:]
-    # Of each value, the tokens that make it largest: those along its row, before the norm's weight.
+    # For each value, the token that makes it largest: a multiple of its row, before the norm's weight.
     along = rows * its_norm.weight
     tokens = torch.cat((along, -along))
     most = (its_norm(tokens) @ rows.T + (0 if qkv.bias is None else qkv.bias[-VALUES:].float())).abs().amax(0)
     assert (most <= 448).all()
-    assert (most > 448 / 2.2 if not shifted else most > 448 / 8).all()  # LayerNorm takes a mean away, too
+    assert (most > 448 / 2.2 if not shifted else most > 448 / 8).all()  # LayerNorm also subtracts a mean
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -28,13 +28,13 @@ from serve_app.observe.metrics import Metrics
 from serve_app.replica.local import LocalGenerator
 from serve_app.settings import Settings
 
-# A client that reads nothing: its connection holds a few KiB, and uvicorn's buffer 64 KiB more.
+# The buffer of a connection in bytes. uvicorn's own buffer holds another 64 KiB.
 _SMALL = 4096
 
 
 @asynccontextmanager
 async def serving(model: Any, metrics: Metrics, **settings: Any) -> AsyncIterator[int]:
-    """The port of uvicorn with our application, as a replica has it."""
+    """The port of uvicorn with our application, as in a replica."""
     async with serving_app(Api(FakeBackend(model), Settings(**settings), metrics).app) as port:
         yield port
 
@@ -54,7 +54,7 @@ async def serving_app(app: Any) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def asking(port: int, **fields: Any) -> AsyncIterator[socket.socket]:
-    """A connection that has sent a request for a stream, and has a small buffer for the answer."""
+    """A connection with a small buffer, which has sent a request for a stream."""
     body = json.dumps({"prompt": "Hi", "stream": True, "max_tokens": None} | fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     async with connected(port, head.encode() + body) as client:
@@ -94,7 +94,7 @@ def count(metrics: Metrics, name: str) -> float:
 
 
 def test_a_stream_that_waits_is_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stall`: 20 tokens come, and then none."""
+    """With `stall`, 20 tokens come, and then none."""
     monkeypatch.setattr(events, "_KEEP_ALIVE_S", 0.1)
     model, metrics = FakeGenerator(tmp_path, "x", stall=True), Metrics("fake")
 
@@ -123,7 +123,7 @@ def test_a_stream_whose_events_come_in_time_gets_no_comment(tmp_path: Path, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("stall", [False, True], ids=["in an event", "in a comment"])
 def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stall: bool) -> None:
-    """The buffers are full; whether tokens still come, or comments alone."""
+    """The buffers are full. Further tokens come, or only comments."""
     monkeypatch.setattr(events, "_KEEP_ALIVE_S", 0.05)
     if stall:
         monkeypatch.setattr(events, "_KEEP_ALIVE", b":" * 60_000 + b"\n\n")
@@ -137,7 +137,7 @@ def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatc
             assert any(stream.future.cancelled() for stream in model.streams)
             left = await asyncio.wait_for(read_until(client, b"[DONE]"), 10)
             assert b"[DONE]" not in left
-            assert len(left) < 1 << 16  # of uvicorn's buffer nothing comes: the server has not waited for the client to read it
+            assert len(left) < 1 << 16  # without uvicorn's buffer, because the server has not waited for the client to read it
 
     asyncio.run(scenario())
     assert count(metrics, "cancelled_requests_total") == 0
@@ -145,7 +145,7 @@ def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
-    """Each wait for it is shorter than the limit, all of them together are longer."""
+    """Each wait for the client is shorter than the limit. All waits together are longer."""
     model, metrics = FakeGenerator(tmp_path, "x" * 150), Metrics("fake")
 
     async def scenario() -> bytes:

@@ -1,4 +1,4 @@
-"""The division of a product of few rows among blocks. The computation of it needs no GPU."""
+"""The division of a product of few rows among blocks. The division is computed without a GPU."""
 
 import pytest
 import torch
@@ -8,8 +8,8 @@ from engine.kernels.few_rows import MOST_ROWS, MOST_SENT, few_rows_shape, few_ro
 from engine.kernels.gemm_hopper import fills
 
 SMS = 132
-SHARED_BYTES = 227 << 10  # of a block on sm_90
-# N, K and whether a norm comes first, of Qwen3 0.6B, 4B and 8B.
+SHARED_BYTES = 227 << 10  # shared memory of a block on sm_90
+# N, K and whether a norm comes first, for Qwen3 0.6B, 4B and 8B.
 PRODUCTS = [
     (4096, 1024, True),
     (1024, 3072, False),
@@ -48,15 +48,15 @@ def test_clusters_stay_within_a_part_of_the_chip() -> None:
 
 @pytest.mark.parametrize("sms", [16, 26, 60, 78, 114, 132, 144])
 def test_a_part_of_a_chip_and_its_kin_have_a_cut_too(sms: int) -> None:
-    """As MIG cuts a chip, and as H20, H100 and GH200 have them."""
+    """The numbers of SMs of MIG slices, and of H20, H100 and GH200."""
     for n, k, norm in PRODUCTS:
         for cost, shape in few_rows_shapes(n, k, 16, norm, sms):
             assert 1 <= shape.clusters(sms) <= sms // shape.split
-            assert cost > 2 * n * k / 4800  # bytes a nanosecond, the memory's own rate
+            assert cost > 2 * n * k / 4800  # the memory's own rate in bytes per nanosecond
 
 
 def test_rows_are_padded_to_few_numbers() -> None:
-    """Each number of rows is a kernel to compile."""
+    """Each number of rows needs its own compiled kernel."""
     assert [padded(m) for m in (1, 8, 9, 32, 33, 48, 49, MOST_ROWS)] == [8, 8, 16, 32, 64, 64, 64, 64]
 
 

@@ -1,6 +1,6 @@
-"""Answers beyond those of TEI and OpenAI: quantised vectors, Cohere's form, prompts and Vertex's wrapper.
+"""Answers that TEI and OpenAI do not have: quantised vectors, Cohere's form, prompts and Vertex's wrapper.
 
-The API over a fake model that maps the sum of a text's ids to a vector, so that a prompt changes the answer and nothing is slow.
+The API has a fake model that maps the sum of a text's ids to a vector. So a prompt changes the answer, and the tests are fast.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ WIDTH = 64
 
 
 class FakeModel:
-    """Vectors of 64 dimensions that only depend on the ids; `int8_ranges` for 64."""
+    """Vectors of 64 dimensions that depend only on the ids, and `int8_ranges` for 64 dimensions."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.load(folder, load_model_config(folder))
@@ -77,7 +77,7 @@ def post(app: Any) -> Post:
 
 @pytest.fixture
 def expected(model: FakeModel) -> Callable[..., np.ndarray]:
-    """The vector of a text with whatever is to stand before it written out."""
+    """The vector of a text that already contains its prompt."""
 
     def compute(*texts: str, dimensions: int | None = None, **encoding: Any) -> np.ndarray:
         ids = model.tokenizer.encode(texts, EncodeOptions(**encoding))

@@ -1,4 +1,4 @@
-"""The fuzzer's cases: the seed alone decides them, a file of them reproduces them, and no POST route is left out."""
+"""The fuzzer's cases: they depend only on the seed, a file reproduces them, and they cover all POST routes."""
 
 from itertools import islice
 

@@ -28,7 +28,7 @@ def machine(card: str, num_cpus: int) -> Node:
     [
         ("NVIDIA H200", 16, 8),
         ("NVIDIA H200", 10, 6),  # 2 cores are for Ray and HAProxy, 2 for the engine
-        ("NVIDIA H200", 5, 0),  # a single gateway would be one more hop, and no more requests
+        ("NVIDIA H200", 5, 0),  # a single gateway would add a hop and take no more requests
         ("Tesla T4", 16, 0),  # the replica's own process takes as many requests as this card
     ],
 )

@@ -55,7 +55,7 @@ def post(
 
     answer = asyncio.run(scenario())
     for stream in getattr(served, "streams", ()):
-        assert stream.future.done()  # no stream is left to the engine
+        assert stream.future.done()  # no stream stays in the engine
     return answer
 
 
@@ -182,7 +182,7 @@ def test_logprobs_of_a_chat(tmp_path: Path) -> None:
 def test_logprobs_of_a_completion(tmp_path: Path) -> None:
     told = post(FakeGenerator(tmp_path, "ab"), COMPLETIONS, logprobs=2).json()["choices"][0]["logprobs"]
     assert told == {
-        "tokens": ["a", "b", "<|end|>"],  # also the one that ended the text
+        "tokens": ["a", "b", "<|end|>"],  # also the token that ended the text
         "token_logprobs": [-0.5, -0.5, -0.5],
         "top_logprobs": [{"a": -0.5, "\x02": -1.0}, {"b": -0.5, "\x02": -1.0}, {"<|end|>": -0.5, "\x02": -1.0}],
         "text_offset": [0, 1, 2],
@@ -237,7 +237,7 @@ def test_the_events_of_a_completion_in_order(tmp_path: Path) -> None:
 
 
 def test_every_chunk_has_its_tokens_logprobs(tmp_path: Path) -> None:
-    """Also the first byte of a character, whose text comes with the second one."""
+    """Also the first byte of a character, whose text comes with the second byte."""
     *chunks, _ = events(post(FakeGenerator(tmp_path, "éa"), COMPLETIONS, stream=True, logprobs=1).text)
     told = [choice["logprobs"] for each in chunks for choice in json.loads(each)["choices"]]
     assert [None if each is None else each["text_offset"] for each in told] == [[0], [1], [2], [3]]
@@ -324,7 +324,7 @@ def test_a_request_that_is_cancelled_ends_its_streams(tmp_path: Path, path: str)
 
 
 def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tmp_path: Path) -> None:
-    """The engine ends long before the reader, who then still gets every token."""
+    """The engine ends long before the reader. The reader then still gets every token."""
     model = FakeGenerator(tmp_path, "abcdefgh")
     app = Api(FakeBackend(model), Settings(), Metrics("fake")).app
     sent: list[bytes] = []
@@ -543,7 +543,7 @@ def test_a_deadline_ends_a_stream_with_an_event(tmp_path: Path) -> None:
 
 
 def test_the_server_s_timeout_ends_with_the_first_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTEXT tokens of 1 ms take longer than the timeout, and the first one does not."""
+    """CONTEXT tokens of 1 ms take longer than the timeout, but the first token does not."""
     monkeypatch.setitem(LIMITS, "request_timeout_s", 0.1)
     answer = post(FakeGenerator(tmp_path, "x", held=True), COMPLETIONS, max_tokens=None)
     assert answer.json()["choices"][0]["finish_reason"] == "length"
@@ -553,7 +553,7 @@ def test_a_stream_that_would_begin_after_the_timeout_may_be_refused_on_arrival(t
     model = FakeGenerator(tmp_path, "x")
     assert post(model, COMPLETIONS).status_code == 200
     (stream,) = model.streams
-    assert stream.deadline == math.inf, "once it has begun it may take as long as it takes"
+    assert stream.deadline == math.inf, "after the first token there is no deadline"
     assert 0 < stream.limit - stream.submitted_at <= LIMITS["request_timeout_s"]
 
 

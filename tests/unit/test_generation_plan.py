@@ -68,7 +68,7 @@ def test_decode_on_a_cpu_is_near_the_measured_rate() -> None:
 
 def test_decode_is_no_faster_than_memory_and_prefill_no_faster_than_products() -> None:
     config = CATALOGUE["Qwen/Qwen3-8B"]
-    weights = 2 * (8_190_735_360 - config.vocab_size * config.hidden_size)  # of the table of words a step reads single rows
+    weights = 2 * (8_190_735_360 - config.vocab_size * config.hidden_size)  # a step reads only some rows of the word embeddings
     for node, peak_bytes, peak_flops in ((SPARK, 273e9, 92e12), (PC1, 960e9, 113e12)):
         assert 0.7 < decode_tokens_per_s(config, BF16, node, 1, 1) * weights / peak_bytes < 1
         assert 0.4 < prefill_tokens_per_s(config, BF16, node, 4096) * weights / peak_flops < 1
@@ -158,7 +158,7 @@ TWO = Node("two", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.
 def test_large_models_in_four_bits_on_small_cards(
     monkeypatch: pytest.MonkeyPatch, model: str, node: Node, context: int, streams: int, cards: int, published: bool
 ) -> None:
-    """Rounded at load, or of a published checkpoint, which is no larger. In bf16 none of them fits, but on the GB10."""
+    """Rounded at load, or from a published checkpoint, which is not larger. In bf16 they fit only on the GB10."""
     asked: dict[str, object] = {"model": model, "context": context, "streams": streams}
     monkeypatch.setitem(CATALOGUE, "published/AWQ", replace(CATALOGUE[model], quantization=Awq(128)))
     plan = planned((node,), asked | ({"model": "published/AWQ"} if published else {"dtype": "int4"}))
@@ -181,7 +181,7 @@ def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:
 
 
 def test_an_8b_with_32k_of_context_fits_12_gb_with_keys_and_values_in_8_bits(hub: None) -> None:
-    """Its cache takes 2.3 GiB. The memory that is left holds 8,000 tokens more."""
+    """Its cache takes 2.3 GiB. The remaining memory holds 8,000 further tokens."""
     asked = {"model": "Qwen/Qwen3-8B", "dtype": "int4", "context": 32_768, "streams": 1, "kv_cache_dtype": "fp8"}
     plan = planned((SMALL,), asked)
     assert plan.unplaced == ()
@@ -208,8 +208,8 @@ def test_a_model_that_does_not_generate_has_no_kv_cache_dtype() -> None:
 
 
 def qwen3_8b_q4_k_m(path: Path) -> Path:
-    """A GGUF file with the types that llama.cpp's Q4_K_M gives to a Qwen3-8B (src/llama-quant.cpp): V and down have more bits in
-    the first and last eighth of the layers, and in each third one between."""
+    """A GGUF file with the types of llama.cpp's Q4_K_M for a Qwen3-8B (src/llama-quant.cpp): V and down have more bits in the
+    first and last eighth of the layers, and in each third layer between."""
     shape = CATALOGUE["Qwen/Qwen3-8B"]
     c, heads, keys = shape.hidden_size, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     tensors: dict[str, tuple[tuple[int, ...], Kind]] = {
@@ -248,7 +248,7 @@ def qwen3_8b_q4_k_m(path: Path) -> Path:
 
 
 def test_an_8b_of_a_gguf_file_on_12_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q4_K_M as it is, in bf16 for what does not stay in 4 bits, and with that rounded to 4 bits by dtype int4."""
+    """Q4_K_M as published, with bf16 for matrices that do not stay in 4 bits; and with these rounded to 4 bits by dtype int4."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = qwen3_8b_q4_k_m(tmp_path / "Qwen3-8B-Q4_K_M.gguf")
     assert 4.6 < path.stat().st_size / GIB < 4.8  # the published file has 5.03 GB
@@ -276,13 +276,13 @@ def test_what_is_left_of_a_card_is_cache() -> None:
     assert (exact.pools[0].cache_tokens, exact.pools[0].streams) == (20_000, 2)
     one = planned((PC1,), {"model": "Qwen/Qwen3-4B", "cache_tokens": 1000, "context": 1000})
     assert (one.entries["m0"].streams, one.pools[0].streams) == (1, 1), "a page is always whole"
-    for node in (SPARK, CPU):  # the engine leaves the reserve beside what the system uses
+    for node in (SPARK, CPU):  # the engine leaves the reserve free beside the memory that the system uses
         (use,) = plan_report.card_uses(planned((node,), {"model": "Qwen/Qwen3-0.6B", "context": 40_960}))
         assert 0 <= use.capacity - node.reserved - use.used_bytes < PAGE_SIZE * 2 * 114_688
 
 
 def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
-    """By size alone, 5, 3, 2 and 4, 4, 2 fill two cards. Placed one after the other, the last one does not fit."""
+    """Replicas of 5, 3, 2 and 4, 4, 2 could fill two cards. If they are placed one after the other, the last one does not fit."""
     halves = [(5000, 1, 1), (4000, 2, 2), (3000, 1, 1), (2000, 2, 2)]
     assert not finds_room(halves, [2])
     assert not finds_room(halves, [1, 1])

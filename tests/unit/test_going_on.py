@@ -23,7 +23,7 @@ PENALISED = SamplingOptions(
     frequency_penalty=0.7,
     no_repeat_ngram=2,
     min_tokens=30,
-    stop_ids=(EOS, *range(100)),  # most tokens would end the answer before `min_tokens`
+    stop_ids=(EOS, *range(100)),  # without `min_tokens`, most tokens would end the answer
     logprobs=2,
 )
 
@@ -43,7 +43,7 @@ def compute(each: Stream) -> Answer:
     ],
 )
 def test_the_answer_is_the_same_wherever_it_goes_on(text: str, options: SamplingOptions) -> None:
-    """The draws, penalties, n-grams, `min_tokens`, `max_tokens` and the grammar count the tokens before as generated."""
+    """Draws, penalties, n-grams, `min_tokens`, `max_tokens` and the grammar count the earlier tokens as generated."""
     whole = compute(stream(text, options, seed=7))
     assert len(whole.tokens) > 20
     for done in (1, 13, len(whole.tokens) - 1):

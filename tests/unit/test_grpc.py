@@ -1,4 +1,4 @@
-"""TEI's gRPC services over a real grpc.aio server, a fake model behind them."""
+"""TEI's gRPC services over a real grpc.aio server, with a fake model."""
 
 import asyncio
 import subprocess
@@ -46,7 +46,7 @@ Code = grpc.StatusCode
 
 
 class FakeModel:
-    """Vectors that depend on the ids alone. `hold` keeps texts of so many tokens waiting, `fail` is raised."""
+    """Vectors that depend only on the ids. Texts of `hold` tokens wait. `fail` is raised."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer.load(folder, load_model_config(folder))
@@ -134,7 +134,7 @@ async def until(holds: Callable[[], bool]) -> None:
         if holds():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition never became true")
 
 
 # --- the contract
@@ -266,7 +266,7 @@ def test_the_other_methods_of_text_and_tokens(make: Make) -> None:
 
 
 def test_truncate_is_false_unless_it_is_asked_for(make: Make) -> None:
-    """`auto_truncate`, which is on by default, changes nothing. The request names the end that is cut."""
+    """`auto_truncate`, which is on by default, has no effect. The request names the end that is cut."""
     long = "one " + "word " * 400 + "last"
 
     async def scenario(server: Server) -> None:
@@ -521,7 +521,7 @@ def test_a_bug_is_in_the_log_with_its_id_and_the_access_log_has_a_line_for_each_
 
 
 def test_a_call_without_a_place_fails_at_once_and_a_stream_waits(make: Make) -> None:
-    """Streams have places of their own: calls go on beside one that has taken all of its."""
+    """Streams have their own places: other calls are answered while a stream uses all places of streams."""
 
     async def scenario(server: Server) -> None:
         server.model.hold[4] = asyncio.Event()
@@ -599,7 +599,7 @@ def test_a_stream_that_is_left_while_it_waits_for_a_place_takes_none(make: Make)
 
 
 class Parsed:
-    """Notes which messages are parsed."""
+    """Records the messages that are parsed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, parse = 0, guard.parsed
@@ -681,7 +681,7 @@ def test_there_are_no_more_open_streams_than_places(make: Make) -> None:
 
 
 def test_a_call_has_the_time_of_a_request(make: Make) -> None:
-    """Without a deadline of its own it has the server's timeout, also where the engine does not watch the time."""
+    """Without its own deadline a call has the server's timeout, also if the engine does not check the time."""
     server = make(request_timeout_s=0.2)
 
     async def scenario(server: Server) -> None:
@@ -759,7 +759,7 @@ def test_the_first_message_that_fails_ends_the_stream(make: Make) -> None:
         stream = server.embed.EmbedAllStream()
         for text in ("tea", "", "three more words", ""):
             await stream.write(tei.EmbedAllRequest(inputs=text))
-        await stream.done_writing()  # a write that meets the end would hide its code (grpc/grpc#36066)
+        await stream.done_writing()  # a write after the end of the stream would hide its code (grpc/grpc#36066)
         server.model.hold[3].set()
         assert len((await stream.read()).token_embeddings) == 3
         expected = Code.INVALID_ARGUMENT, "Input validation error: `inputs` cannot be empty"
@@ -771,7 +771,7 @@ def test_the_first_message_that_fails_ends_the_stream(make: Make) -> None:
     assert server.metric("emberforge_requests_in_flight") == 0
 
 
-# --- predict and rerank, whose scores come from elsewhere
+# --- predict and rerank, whose scores come from other functions
 
 
 def test_predictions_are_best_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -875,7 +875,7 @@ def test_health_is_the_engines(make: Make) -> None:
 
 
 def test_serves_proxy_gets_the_services_without_the_engine() -> None:
-    """With torch the proxy would start seconds later, and HAProxy would send its calls elsewhere until then."""
+    """With torch the proxy would start seconds later, and HAProxy would send its calls elsewhere during this time."""
     code = "import sys, serve_app.grpc.services, cluster.listening; print({'torch', 'engine'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "set()"
 

@@ -43,7 +43,7 @@ class Engine:
 
 
 class Replica:
-    """A loop, its health, and a clock that can be put forward."""
+    """A loop, its health, and a clock that a test can move forward."""
 
     def __init__(self) -> None:
         self.engine = Engine()
@@ -103,11 +103,11 @@ def test_an_engine_that_hangs_is_ill_in_bounded_time_with_one_canary_and_comes_b
     stuck = replica.submit()
     wait_for(lambda: len(replica.engine.passes) == 2)
     replica.ahead += FRESH_S
-    assert replica.healthy(times=3)  # it may still be done
+    assert replica.healthy(times=3)  # the pass may still end
     replica.ahead += DEADLINE_S + 10 * replica.loop.running_s + 0.01
     assert not replica.healthy(times=3)
     assert not replica.healthy()
-    assert replica.loop.queued_requests == 1  # the one canary
+    assert replica.loop.queued_requests == 1  # a single canary
     replica.engine.free.set()
     stuck.future.result(5)
     wait_for(lambda: len(replica.engine.passes) == 3)
@@ -115,7 +115,7 @@ def test_an_engine_that_hangs_is_ill_in_bounded_time_with_one_canary_and_comes_b
 
 
 def test_a_pass_that_is_long_for_its_size_is_waited_for(replica: Replica) -> None:
-    """A text of 100,000 tokens, of which the best rate would compute a thousand in a second or less."""
+    """The predicted time of 100,000 tokens is 100 s. The check allows ten times this time."""
     replica.engine.free.clear()
     replica.submit(100_000)
     wait_for(lambda: len(replica.engine.passes) == 1)
@@ -128,14 +128,14 @@ def test_a_pass_that_is_long_for_its_size_is_waited_for(replica: Replica) -> Non
 
 def test_a_long_queue_that_moves_is_no_illness(replica: Replica) -> None:
     replica.engine.free.clear()
-    first = replica.submit(100)  # as a pass, a tenth of a second: one more to be waited for
+    first = replica.submit(100)  # a further pass of a tenth of a second
     wait_for(lambda: len(replica.engine.passes) == 1)
     rest = [replica.submit(8) for _ in range(20)]
-    assert replica.healthy()  # the canary now waits behind all of them
+    assert replica.healthy()  # the canary now waits behind all of these requests
     replica.ahead += DEADLINE_S - 1
     assert replica.healthy()
-    replica.loop._passes.computed_at = time.monotonic() + replica.ahead  # a pass lands
-    replica.ahead += FRESH_S + 0.3  # twice as long after the canary was sent as it may take
+    replica.loop._passes.computed_at = time.monotonic() + replica.ahead  # a pass has ended
+    replica.ahead += FRESH_S + 0.3  # after the canary was sent, twice its allowed time
     assert replica.healthy()
     replica.ahead += 1
     assert not replica.healthy()
@@ -152,7 +152,7 @@ def test_an_engine_whose_every_pass_fails_is_ill_until_one_succeeds(replica: Rep
         replica.engine.error = RuntimeError("a kernel failed")
     else:
         replica.engine.value = np.nan
-    replica.submit().future.exception(5)  # it computed, but gave nothing: no proof
+    replica.submit().future.exception(5)  # this pass failed, so it proves nothing
     assert not replica.healthy(times=2)
     assert not replica.healthy()
     replica.engine.error, replica.engine.value = None, 1.0

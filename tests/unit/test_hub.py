@@ -127,7 +127,7 @@ def test_pytorch_files_are_fetched_where_there_are_no_safetensors(
     assert resolve_model("org/x@v1") == snapshot
     assert files() == set(fetched)
     assert revisions[:2] == [None, "v1"]
-    assert set(revisions[2:]) <= {"abc"}  # what follows is of the commit that was found
+    assert set(revisions[2:]) <= {"abc"}  # all further downloads use the commit that was found
 
 
 def test_a_download_tells_its_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

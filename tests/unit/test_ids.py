@@ -71,7 +71,9 @@ def test_a_pair_with_such_a_token_is_refused(kind: str, tiny: Callable[..., Path
 
 def test_a_special_token_without_an_embedding_stops_the_load(tiny: Callable[..., Path], tmp_path: Path) -> None:
     folder = with_boom(tiny("bert"), tmp_path / "model", around=True)
-    with pytest.raises(ModelError, match=r"puts around each text the token '<boom>' \(id 300\), .* up to id 299; resize"):
+    with pytest.raises(
+        ModelError, match=r"around each text the tokenizer puts the token '<boom>' \(id 300\), .* up to id 299; resize"
+    ):
         Tokenizer.load(folder, load_model_config(folder))
 
 

@@ -1,4 +1,4 @@
-"""Nodes from the reports of machines. The reports of GPUs are fakes, so no GPU is needed."""
+"""Nodes from the reports of machines. The reports of GPUs are fake, so the tests need no GPU."""
 
 import os
 import time
@@ -62,7 +62,7 @@ def h200s(count: int) -> Facts:
 
 
 def mig_a100() -> Facts:
-    """One A100 cut in two, beside a whole one. CUDA shows a program the first slice only."""
+    """One A100 with two slices, beside a whole A100. CUDA shows a program only the first slice."""
     slices = tuple(
         NvmlDevice("NVIDIA A100-SXM4-80GB MIG 3g.40gb", f"MIG-{uuid}", 40 * GIB, free_bytes=39 * GIB) for uuid in ("aa", "ab")
     )
@@ -158,7 +158,7 @@ def test_cards_of_two_kinds_are_in_the_class_and_count_as_the_smallest() -> None
 
 
 def test_cuda_and_nvml_count_differently_and_the_uuid_decides() -> None:
-    """CUDA_VISIBLE_DEVICES=0 is the faster card, which NVML, going by the bus, lists second."""
+    """CUDA_VISIBLE_DEVICES=0 is the faster card. NVML lists it second, because NVML orders cards by their bus."""
     both = (nvml("NVIDIA T4", "4", 15 * GIB), nvml("NVIDIA H200", "0", 140 * GIB))
     facts = replace(HOST, nvml=both, torch=(seen("NVIDIA H200", "0", 139 * GIB),), visible="0")
     assert [card.name for card in cards(facts)] == ["NVIDIA H200"]
@@ -278,7 +278,7 @@ def test_this_very_machine_can_be_read() -> None:
 
 
 class FakeNvml:
-    """NVML with one A100, in MIG mode and cut into slices where `slices` says so. A handle is the uuid."""
+    """NVML with one A100, in MIG mode and with slices if `slices` is given. A handle is the uuid."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slices: dict[int, str] | None = None, memory: int | None = 80 * GIB):
         self.slices, self.memory, self.open = slices, memory, 0

@@ -1,4 +1,4 @@
-"""The checks of a card's kernels. Without a GPU plain torch stands in for the kernels, so the checks find no difference."""
+"""The checks of a card's kernels. Without a GPU plain torch replaces the kernels, so the checks find no difference."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def cases() -> list[Case]:
-    """All but attention over packed sequences, whose launcher is for GPUs alone, and the large products."""
+    """All cases except the large products, and attention over packed sequences, whose launcher runs only on GPUs."""
     make = Maker(CPU, torch.bfloat16)
     found = [*kernel_checks.elementwise_cases(make), *kernel_checks.product_cases(make)]
     for dtype in (torch.float8_e4m3fn, torch.int8):

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every chip without spilling, and the command that shows it fails when one does not."""
+"""Every kernel compiles for every chip without spilling registers, and `emberforge kernels` fails if a kernel does not."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ GOOD = Row("sm_90", "attention", "head_dim 128", registers=128, shared_bytes=64 
 
 
 def only(*sources: str) -> Callable[[tuple[int, int]], list[Variant]]:
-    """Stands in for `variants`: the first of each source."""
+    """Replaces `variants`: only the first variant of each source."""
     return lambda capability: [next(v for v in variants(capability) if v.source == source) for source in sources]
 
 

@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _looked_at_by_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread sleeps, and tests call `look`."""
+    """Keeps the file's thread asleep. Tests call `look` themselves."""
     monkeypatch.setattr(keys, "_LOOK_EVERY_S", 3600.0)
 
 
@@ -187,14 +187,14 @@ def test_a_key_added_changed_or_removed_counts_without_a_restart(file: Path) -> 
     assert is_valid(known, two)
     limit_key(file, "one", {"tokens_per_minute": "7"})
     known.look()
-    assert known.account(bearer(one)) is account  # with what it has spent
+    assert known.account(bearer(one)) is account  # the account keeps its count of tokens
     assert account.limits.tokens_per_minute == 7
     remove_key(file, "one")
     known.look()
     assert not is_valid(known, one)
     remove_key(file, "two")
     known.look()
-    assert not is_valid(known, two)  # none left: nobody
+    assert not is_valid(known, two)  # a file without keys admits nobody
 
 
 def test_a_key_ends_when_it_expires(file: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so_once(file: Path, damage: s
         assert is_valid(known, one)
     assert len(caplog.records) == 1
     assert str(file) in caplog.text
-    assert "in clear" not in caplog.text  # perhaps somebody's key
+    assert "in clear" not in caplog.text  # the line may hold a real key, so the log does not show it
     file.write_text(whole)
     two = add_key(file, "two")
     known.look()
@@ -249,7 +249,7 @@ def test_the_keys_of_a_file_that_is_gone_are_no_longer_valid(file: Path, caplog:
     file.unlink()
     with caplog.at_level(logging.ERROR):
         known.look()
-        assert is_valid(known, one)  # perhaps it is being replaced
+        assert is_valid(known, one)  # a file that is absent for a moment may be about to be replaced
         known.look()
         assert not is_valid(known, one)
         known.look()
@@ -279,7 +279,7 @@ def test_storage_that_fails_keeps_the_keys(file: Path, monkeypatch: pytest.Monke
         add_key(file, "two")
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", lambda *_, **__: fail(None))
-            known.look()  # the file has changed, and cannot be read
+            known.look()  # the file has changed but cannot be read
         known.look()
     assert {key.name for key in known._keys.values()} == {"one", "two"}
 
@@ -344,7 +344,7 @@ def test_a_key_in_clear_goes_no_further_than_the_settings() -> None:
     known = Keys.of(again)
     assert known is not None
     assert known.account(bearer(SECRET)).name == ONE_KEY
-    assert not is_valid(known, settings.api_key or "")  # its hash is no key
+    assert not is_valid(known, settings.api_key or "")  # the hash of a key is not a key
     assert load_settings({}, {"EMBERFORGE_API_KEY": SECRET + "\n"}).api_key == settings.api_key
     assert Keys.of(Settings()) is None
 

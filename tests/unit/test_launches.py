@@ -119,7 +119,7 @@ def test_too_few_and_too_many_arguments_are_refused(arguments: tuple[object, ...
 
 
 def test_a_kernel_checks_before_it_launches() -> None:
-    kernel = object.__new__(Kernel)  # nothing is compiled: there need not be a GPU
+    kernel = object.__new__(Kernel)  # nothing is compiled, so the test needs no GPU
     kernel._signature = signature("norm", "add_norm", norm_defines(64, BF16, False, False, 0))
     with pytest.raises(BackendError, match="kernel add_norm takes 8 arguments"):
         kernel(1, X)
@@ -153,7 +153,7 @@ class FakeKernel:
 
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """Every launcher launches a fake, whatever device its tensors are on. Gives the kernels launched."""
+    """Every launcher launches a fake kernel for tensors on any device. Yields the set of launched kernels."""
     modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "linear4", "paged_attention")]
     made = [getattr(module, name) for module in modules for name in ("_kernel", "_made") if hasattr(module, name)]
     caches = [each for each in made if hasattr(each, "cache_clear")]
@@ -280,7 +280,7 @@ def test_paged_attention_tells_its_kernel_where_things_lie(fake_kernels: set[tup
     ((grid, values),) = FakeKernel.launches
     addresses = [each.data_ptr() for each in (q, cache[0], cache[1], out, tiles)]
     assert (grid, values[:6]) == ((2, 1), [*addresses, 0])
-    assert values[6:11] == [8 * 128, 2 * 128, 4 * 128, 7, 0]  # strides, then the tokens seen before and after
+    assert values[6:11] == [8 * 128, 2 * 128, 4 * 128, 7, 0]  # strides, then the window: tokens seen before and after
     assert values[-2:] == [pages.data_ptr(), 0]
     in_8_bits = Cache8.empty((2, 256, 2, 128), q.device)
     kernels.paged_attention(q, in_8_bits, tiles, pages, tile_shapes(128, LEAST_TILED)[0], 7, out=out)
@@ -305,7 +305,7 @@ def test_paged_attention_refuses_what_it_would_misread(kind: str, fake_kernels: 
 @pytest.mark.parametrize("width", [2, 4], ids=["plain", "prefixes"])
 @pytest.mark.parametrize("num_tiles", [65_535, 65_536, 200_000])
 def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width: int, fake_kernels: set[tuple[str, str]]) -> None:
-    """`pooled_tiles` of a pass of short sequences: a grid's y is at most 65,535."""
+    """A pass of many short sequences has more pooled tiles than a grid's y dimension takes, which is 65,535."""
     q, k, v = torch.ones(3, 8, 128, dtype=BF16).split((4, 2, 2), dim=1)  # type: ignore[no-untyped-call]
     tiles, bounds = torch.zeros(num_tiles, width, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
     kernels.attention(q, k, v, tiles, tile_shapes(128, (9, 0))[0], bounds, True)
@@ -341,7 +341,7 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     source: str | None,
     launches: int,
 ) -> None:
-    """Other numbers of rows write the matrix out first, which plain torch does here."""
+    """With other numbers of rows the matrix is dequantised first. Plain torch does that here."""
     monkeypatch.setattr(importlib.import_module("engine.kernels.few_rows"), "is_hopper", lambda device: on_hopper)
     monkeypatch.setattr(importlib.import_module("engine.kernels.linear4"), "_LARGE", 1 if large else 1 << 25)
     four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half())
@@ -351,7 +351,7 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     assert len(FakeKernel.launches) == launches
 
 
-# Families with unusual tensors: biases of scores, norms of parts of QKV, windows. Our attention takes these head dimensions.
+# Families with unusual tensors: biases of scores, norms of parts of QKV, windows. Our attention takes their head dimensions.
 FAMILIES: dict[str, dict[str, Any]] = {
     "mpnet": {"hidden_size": 128},
     "qwen3": {},
@@ -368,7 +368,7 @@ def test_what_a_family_launches_fits(kind: str, tiny: Callable[..., Path], reque
     config, model = engine.config, engine.model
     group = config.n_heads // config.n_kv_heads
     tiling = Tiling(config.head_dim, group, config.n_kv_heads, (9, 0), 132, config.causal, model.biases_scores)
-    texts = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 1, 20)]  # longer ones take another path on a CPU
+    texts = [np.arange(5, 5 + length, dtype=np.int32) for length in (9, 1, 20)]  # longer texts take another path on a CPU
     with torch.inference_mode():
         hidden = model.forward(replace(engine.packer, tiling=tiling).pack(texts))
     assert hidden.shape == (30, config.hidden_size)

@@ -29,7 +29,7 @@ from engine.run.batch import PackedBatch
 from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
 
-# A process of its own, because oneDNN reads its limits at the process's first operator.
+# Runs in a process of its own, because oneDNN reads its limits at the process's first operator.
 _PASSES = """
 import ctypes, torch
 from engine.model.layers.linear import Linear, OneDnnLinear
@@ -110,13 +110,13 @@ def test_passes_of_ever_new_sizes_take_no_more_memory() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in limits}
     said = subprocess.run([sys.executable, "-c", _PASSES], env=environment, cwd=ROOT, capture_output=True, check=True, text=True)
     early, late = map(int, said.stdout.split())
-    assert late - early < 20 << 20  # without limits 110 MiB
+    assert late - early < 20 << 20  # without limits it was 110 MiB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 16, 17])
 def test_rms_norm_of_few_rows_and_of_many(dtype: torch.dtype, rows: int) -> None:
-    """Far from 0 on average, where a norm that subtracted the mean would differ."""
+    """The inputs' mean is far from 0. A norm that subtracted the mean would give other values."""
     torch.manual_seed(0)
     x, weight = (torch.randn(rows, 64) + 3).to(dtype), torch.rand(64).to(dtype)
     exact = reference.rms_norm(x.double(), weight.double(), 1e-6)
@@ -127,7 +127,7 @@ def test_rms_norm_of_few_rows_and_of_many(dtype: torch.dtype, rows: int) -> None
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gpus_linear_is_the_specification(dtype: torch.dtype, bias: bool, gelu: bool) -> None:
-    """On a CPU, where the kernels behind it take their reference paths."""
+    """Runs on a CPU, where the kernels use their reference code."""
     torch.manual_seed(0)
     x, weight, r = torch.randn(9, 64).to(dtype), torch.randn(48, 64).to(dtype) / 8, torch.randn(9, 48).to(dtype)
     around = (torch.randn(48).to(dtype) if bias else None, gelu)
@@ -179,7 +179,7 @@ def dense(
     window: int | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition: one softmax a query, written out in the inputs' dtype."""
+    """The definition of attention: one softmax for each query, in the inputs' dtype."""
     out = torch.empty_like(q)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     start = 0
@@ -221,7 +221,7 @@ def test_windows_and_biases_by_distance(
     lengths: list[int], causal: bool, heads: tuple[int, int], biased: bool, window: int | None
 ) -> None:
     torch.manual_seed(0)
-    bias = torch.randn(4, 2 * 30 + 1) if biased else None  # some distances lie beyond its reach
+    bias = torch.randn(4, 2 * 30 + 1) if biased else None  # some distances lie beyond the bias's reach
     qkv = torch.randn(sum(lengths), heads[0] + 2 * heads[1], 16)
     ours = Attention(batch_of(lengths), heads, causal, window, bias)(qkv)
     exact = dense(*qkv.double().split((heads[0], heads[1], heads[1]), dim=1), lengths, causal, window, bias).flatten(1)
@@ -243,7 +243,7 @@ def test_attention_in_blocks_is_that_of_the_whole(
     block_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks of queries, of heads, and of sequences."""
+    """The blocks are of queries, of heads, and of sequences."""
     torch.manual_seed(0)
     lengths = [133, 40, 3, 130, 40, 330]
     bias = torch.randn(4, 2 * 30 + 1) if biased else None

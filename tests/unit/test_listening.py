@@ -23,7 +23,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test changes Ray's modules; these calls make pytest put them back."""
+    """The test changes Ray's modules. These calls make pytest restore them."""
     monkeypatch.setattr(default_impl, "add_grpc_address", default_impl.add_grpc_address)
     monkeypatch.setattr(replica, "add_port_to_grpc_server", replica.add_port_to_grpc_server)
     monkeypatch.setattr(constants, "DEFAULT_GRPC_SERVER_OPTIONS", list(constants.DEFAULT_GRPC_SERVER_OPTIONS))

@@ -16,7 +16,7 @@ from cluster.local_ray import SERVE_ENV, free_port, grpc_ports
 
 LOW, HIGH = (int(SERVE_ENV[f"RAY_SERVE_DIRECT_INGRESS_{end}_GRPC_PORT"]) for end in ("MIN", "MAX"))
 
-CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the ports that the kernel gives to connections
+CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the kernel gives these ports to connections
 
 
 def span(ports: dict[str, str]) -> set[int]:
@@ -34,7 +34,7 @@ def test_each_ray_has_grpc_ports_of_its_own_for_as_long_as_it_runs() -> None:
 
 
 def test_ports_that_somebody_shares_are_not_taken() -> None:
-    """A replica listens so that others may listen beside it."""
+    """A replica listens with SO_REUSEPORT, so that other replicas may share its port."""
     with grpc_ports() as ports:
         taken = span(ports)
     with (
@@ -68,7 +68,7 @@ def test_an_error_of_what_runs_meanwhile_is_its_own() -> None:
 
 
 def end(patch: pytest.MonkeyPatch, hanging: str) -> tuple[list[str], bool]:
-    """End a process with a child as if it were Ray's driver. Returns: the steps taken, and whether the child is left."""
+    """End a process with a child as if it were Ray's driver. Returns: the steps taken, and whether the child still runs."""
     steps: list[str] = []
     hang = threading.Event()
 
@@ -103,7 +103,7 @@ def end(patch: pytest.MonkeyPatch, hanging: str) -> tuple[list[str], bool]:
     ],
 )
 def test_ray_is_not_stopped_under_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch, hanging: str, steps: list[str]) -> None:
-    """Two threads of one process in Ray's hands: Ray ends it, and what it had to end is left."""
+    """A second thread must not enter Ray while the first thread hangs in it. Ray would end the process and leave its children."""
     assert end(monkeypatch, hanging) == (steps, False)
 
 

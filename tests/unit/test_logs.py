@@ -24,7 +24,7 @@ SAY = "import logging; from cluster import logs; logs.set_up('serve'); log = log
 
 @pytest.fixture(autouse=True)
 def without_another_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that starts Ray in this process leaves it behind
+    monkeypatch.delenv(logs.VARIABLE, raising=False)  # a test that started Ray in this process has set it
 
 
 def test_a_line_is_a_json_object_with_these_fields(log_lines: Lines) -> None:
@@ -75,7 +75,7 @@ def test_libraries_warnings_are_lines_and_their_chatter_is_not(log_lines: Lines)
 
 
 def test_a_stream_that_its_client_leaves_is_no_line(log_lines: Lines) -> None:
-    """Through this Ray's own code. Another error of a stream stays a line."""
+    """Runs Ray's own code. Another error of a stream is still logged."""
     from ray.serve._private.grpc_util import get_grpc_response_status
 
     logs.set_up_ray()
@@ -105,7 +105,7 @@ def test_a_stream_that_its_client_leaves_is_no_line(log_lines: Lines) -> None:
     assert line["exception"].endswith("ZeroDivisionError: of ours")
 
 
-# A command, and a process that it starts with another stderr. That one kills itself after its last words.
+# A command starts a process with another stderr. That process kills itself after its last words.
 COMMAND = """
 import os, subprocess, sys
 from cluster import logs
@@ -134,7 +134,7 @@ def test_the_last_line_before_a_kill_reaches_the_commands_stderr(kind: str, tmp_
         said, deadline = b"", monotonic() + 60
         while b"last words" not in said or b"goes on" not in said:
             assert monotonic() < deadline, said
-            said += os.read(source, 1 << 16)  # of a file nothing, until there is more
+            said += os.read(source, 1 << 16)  # a file gives no bytes until more are written
         command.communicate()
     begins, *rest = said.decode().splitlines()
     assert (begins, command.returncode) == ("begins", 0)
@@ -147,7 +147,7 @@ def test_the_last_line_before_a_kill_reaches_the_commands_stderr(kind: str, tmp_
         os.close(each)
 
 
-# Lines of another process that come at intervals while the command's thread copies and sleeps, and the command's exit.
+# Another process writes lines at intervals, the command's thread copies them and sleeps, and then the command exits.
 LINES = """
 import os, signal, sys, time
 from cluster import logs

@@ -23,7 +23,7 @@ from engine.schedule.request import Request
 
 
 class Gate:
-    """A stand-in for the engine that waits until it is let through; a vector is its sequence's first id, twice."""
+    """A stand-in for the engine that waits until the test opens it. A vector is its sequence's first id, twice."""
 
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
@@ -142,7 +142,7 @@ def test_a_token_that_is_not_finite_fails_who_asked_for_it(gate: Gate, loop: Eng
 
 
 def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate: Gate, loop: EngineLoop) -> None:
-    """A text gone to NaN takes along whoever shares its tile: here, everybody in its batch."""
+    """A sequence with NaN spoils all sequences in its attention tile: in this test, the whole batch."""
 
     def spoiling(sequences: Sequence[TokenIds], *arguments: object) -> Finished:
         ended = Gate.launch(gate, sequences, *arguments)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate:
 
 
 def test_those_computed_again_need_no_arrival_to_wake_the_engine() -> None:
-    """Passes so long that the engine sleeps until one lands, and nothing left but single sequences."""
+    """Passes take so long that the engine sleeps until one ends. Only single sequences are left."""
 
     class Late(Finished):
         def wait(self) -> Output:
@@ -191,7 +191,7 @@ def test_an_observer_that_fails_harms_no_request(gate: Gate, caplog: pytest.LogC
         raise ValueError("no such metric")
 
     loop = EngineLoop(gate, max_batch_tokens=8, on_batch=fail, on_split=fail)
-    jobs = [job(1, 3), job(15, 2)]  # two sequences of which one is 15 do not fit into memory
+    jobs = [job(1, 3), job(15, 2)]  # two sequences do not fit into memory if one of them is 15
     loop.submit(jobs)
     assert [each.future.result(5).vectors[:, 0].tolist() for each in jobs] == [[1, 3], [15, 2]]
     assert loop.alive
@@ -227,7 +227,7 @@ def test_an_error_while_results_are_delivered_reaches_whoever_waits(
 @pytest.mark.parametrize("where", ["schedule", "launch", "deliver"])
 @pytest.mark.parametrize("passes_in_flight", [1, 2])
 def test_whoever_waits_hears_the_end_of_the_engines_threads(where: str, passes_in_flight: int) -> None:
-    """An error that `except Exception` does not catch ends the thread. Present, waiting and later requests get the error."""
+    """An error that `except Exception` does not catch ends the thread. Requests in flight, waiting and later requests get it."""
 
     class Last(Gate):
         def launch(self, *arguments: Any) -> Finished:  # type: ignore[override]
@@ -260,8 +260,10 @@ def test_whoever_waits_hears_the_end_of_the_engines_threads(where: str, passes_i
 
 
 class Device(Gate):
-    """Two passes in flight, as on a GPU; up to 16 tokens are quick to launch. A pass ends when `ends` is set, and the thread that
-    sleeps until then wakes up when `wakes` is set."""
+    """Has two passes in flight, as a GPU does. Passes of up to 16 tokens are quick to launch.
+
+    A pass ends when `ends` is set. The thread that sleeps until then wakes up when `wakes` is set.
+    """
 
     passes_in_flight, max_graph_tokens = 2, 16
 
@@ -307,7 +309,7 @@ def test_a_query_that_meets_an_idle_engine_is_launched_by_its_caller() -> None:
     loop.submit([second], polled=True)  # while that pass is under way
     device.end()
     assert [each.future.result(5).vectors[0, 0] for each in (first, second)] == [1, 2]
-    for other in (job(3, length=17), job(4, **TOKENS)):  # too long for a graph; more than vectors
+    for other in (job(3, length=17), job(4, **TOKENS)):  # too long for a graph; asks for more than vectors
         loop.submit([other], polled=True)
         other.future.result(5)
     assert device.launched_in == [here, "engine", "engine", "engine"]
@@ -329,7 +331,7 @@ def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
     loop = EngineLoop(device, max_batch_tokens=64)
     with pytest.raises(BackendError, match="broken"):
         asyncio.run(answered(loop, job(13)))
-    for each, firsts in ((job(15, 1), [15, 1]), (job(2), [2])):  # the first does not fit into memory in one pass
+    for each, firsts in ((job(15, 1), [15, 1]), (job(2), [2])):  # the first job does not fit into memory in one pass
         assert asyncio.run(answered(loop, each))[0].vectors[:, 0].tolist() == firsts
     assert set(device.launched_in) == {threading.current_thread().name}
     loop.stop()
@@ -341,7 +343,7 @@ def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(
 ) -> None:
     device, delivered_in = Device(), list[str]()
     loop = EngineLoop(device, 64, on_batch=lambda _: delivered_in.append(threading.current_thread().name))
-    loop._scheduler.rates.add(8, foreseen_s)  # what a pass of eight tokens is foreseen to take
+    loop._scheduler.rates.add(8, foreseen_s)  # the predicted time of a pass of eight tokens
     monkeypatch.setattr("engine.loop._POLL_BEFORE_S", poll_before_s)
     monkeypatch.setattr("engine.loop._FORESEEN_S", 10.0)
 
@@ -453,7 +455,7 @@ def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
     assert jobs[3].future.result(5).vectors.tolist() == [[2, 2]]
     assert tokens_of(jobs[3]) == [[[2, 2]] * 4]
     assert jobs[4].future.result(5).vectors.tolist() == [[1, 1]]
-    assert gate.batches == [5]  # the same ids with other options, and the same first id in a longer text, are others
+    assert gate.batches == [5]  # equal ids with other options are other sequences, and so is a longer text with the same first id
     assert [(report.num_tokens, report.num_seqs, report.num_duplicates) for report in reports] == [(21, 5, 2)]
     loop.stop()
 
@@ -537,8 +539,8 @@ def test_what_cannot_be_in_time_is_refused_at_once(gate: Gate, loop: EngineLoop)
     query, short, fits = job(3, within_s=50), job(4, within_s=19), job(5, within_s=27)
     slow = job(6, within_s=32, priority="batch")
     loop.submit([query, short, fits, slow])
-    waited_s = perf_counter() - started_at  # of the pass under way at most so much is over
-    # The pass under way takes 10 s. `short` waits for `query` besides, `slow` for these two and its share of `waiting`.
+    waited_s = perf_counter() - started_at  # at most this much of the pass under way is over
+    # The pass under way takes 10 s. `short` also waits for `query`. `slow` waits for both and for its share of `waiting`.
     for refused, predicted_s in ((short, 20), (slow, 32.5)):
         error = refused.future.exception(0)
         assert isinstance(error, DeadlineOutOfReach)

@@ -20,7 +20,7 @@ from engine.options import EmbedOptions, Priority, TokenIds
 from engine.run.flight import Output
 from engine.schedule.request import Request
 
-NAN = 13  # a sequence of this id gets NaN and spoils its neighbours, as in a shared attention tile
+NAN = 13  # a sequence with this id gets NaN and spoils its neighbours, as in a shared attention tile
 
 
 @dataclass
@@ -112,7 +112,7 @@ wishes = st.builds(
 
 
 def check(request: Request) -> None:
-    """The request has its end: an error of ours, or its own rows."""
+    """Assert that the request has ended, with one of our errors or with its own rows."""
     assert request.future.done(), "somebody waits for ever"
     if request.future.cancelled():
         return

@@ -1,4 +1,4 @@
-"""`make serve` on a fresh machine: the part that makes the virtual environment. `make help`."""
+"""`make serve` makes the virtual environment on a fresh machine, and `make help` lists the targets."""
 
 import os
 import re

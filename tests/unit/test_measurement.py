@@ -147,7 +147,7 @@ def test_decode_and_prefill_are_what_was_measured_and_the_formula_between() -> N
         found = decode_rate(QWEN3_8B, BF16, MEASURED, streams, 192)
         assert found == Rate(pytest.approx(rate), "measured here")
     share = 12.0 / decode_tokens_per_s(QWEN3_8B, BF16, MEASURED, 1, 192)
-    between = decode_rate(QWEN3_8B, BF16, MEASURED, 4, 4096)  # nearer to 1 than to 64
+    between = decode_rate(QWEN3_8B, BF16, MEASURED, 4, 4096)  # 4 streams are nearer to 1 than to 64
     assert between.tokens_per_s == pytest.approx(share * decode_tokens_per_s(QWEN3_8B, BF16, MEASURED, 4, 4096))
     assert prefill_rate(QWEN3_8B, BF16, MEASURED, 4096) == Rate(pytest.approx(5000.0), "measured here")
     assert decode_rate(QWEN3_8B, BF16, SPARK, 4, 4096) == Rate(decode_tokens_per_s(QWEN3_8B, BF16, SPARK, 4, 4096), "estimated")

@@ -1,4 +1,4 @@
-"""The memory of a model by `engine/model/footprint.py`, against published counts, checkpoints and a card's own report."""
+"""The memory of a model by `engine/model/footprint.py`, against published counts, checkpoints and the report of a card."""
 
 import json
 import math
@@ -56,7 +56,7 @@ MEASURED_PART = MEASURED.with_name("footprint_part.json")
     ("model", "published"),
     [
         ("Qwen/Qwen3-Embedding-0.6B", 595_776_512),
-        ("naver/splade-v3", 109_514_298),  # BERT's masked LM: no pooler, a decoder that is the words' table
+        ("naver/splade-v3", 109_514_298),  # BERT's masked LM: no pooler; the decoder is the word table
         ("Qwen/Qwen3-Embedding-4B", 4_021_774_336),
         ("Qwen/Qwen3-Embedding-8B", 7_567_295_488),
         ("sentence-transformers/multi-qa-distilbert-cos-v1", 66_362_880),
@@ -64,20 +64,20 @@ MEASURED_PART = MEASURED.with_name("footprint_part.json")
         ("nomic-ai/nomic-embed-text-v2-moe", 475_292_928),
         ("Alibaba-NLP/gte-base-en-v1.5", 136_776_192),
         ("Alibaba-NLP/gte-large-en-v1.5", 434_139_136),
-        ("Alibaba-NLP/gte-multilingual-base", 305_369_089 - (768 + 1)),  # its classifier
-        ("jinaai/jina-embeddings-v2-small-en", 32_690_688 - (512 * 512 + 512)),  # its pooler
+        ("Alibaba-NLP/gte-multilingual-base", 305_369_089 - (768 + 1)),  # without its classifier
+        ("jinaai/jina-embeddings-v2-small-en", 32_690_688 - (512 * 512 + 512)),  # without its pooler
         ("jinaai/jina-embeddings-v2-base-en", 137_368_320 - (768 * 768 + 768)),
         ("nomic-ai/modernbert-embed-base", 149_014_272),
         ("lightonai/modernbert-embed-large", 394_781_696),
-        # Qwen2-1.5B (1,543,714,304) and Qwen2.5-7B (7,615,616,512) without lm_head, and of a smaller vocabulary.
+        # Qwen2-1.5B (1,543,714,304) and Qwen2.5-7B (7,615,616,512) without lm_head and with a smaller vocabulary.
         ("Alibaba-NLP/gte-Qwen2-1.5B-instruct", 1_543_714_304 - (151_936 - 151_646) * 1536),
         ("Alibaba-NLP/gte-Qwen2-7B-instruct", 7_615_616_512 - (152_064 + 152_064 - 151_646) * 3584),
         ("google/embeddinggemma-300m", 302_863_104 + 2 * 768 * 3072),  # the body, and two Dense layers
-        ("sentence-transformers/LaBSE", 470_926_848),  # its Dense layer is as large as the pooler that is not loaded
+        ("sentence-transformers/LaBSE", 470_926_848),  # its Dense layer is as large as its pooler, which is not loaded
         ("BAAI/bge-reranker-base", 278_044_417),
         ("BAAI/bge-reranker-v2-m3", 567_755_777),
         ("cross-encoder/ms-marco-MiniLM-L-6-v2", 22_713_601),
-        ("Qwen/Qwen3-Reranker-0.6B", 595_776_512 + 1024),  # of its tied lm_head, the difference of two rows
+        ("Qwen/Qwen3-Reranker-0.6B", 595_776_512 + 1024),  # the difference of two rows of its tied lm_head is added
         # Mistral-7B-v0.1 without lm_head.
         ("intfloat/e5-mistral-7b-instruct", 7_241_732_096 - 32_000 * 4096),
     ],
@@ -89,7 +89,7 @@ def test_parameters_are_those_of_the_published_checkpoint(model: str, published:
 @pytest.mark.parametrize(
     ("model", "published"),
     [
-        ("BAAI/bge-m3", 567_754_752 + (1 + 1024) * 1025),  # and the two layers beside it
+        ("BAAI/bge-m3", 567_754_752 + (1 + 1024) * 1025),  # and the sparse and ColBERT layers
         ("intfloat/multilingual-e5-base", 278_043_648),
         ("intfloat/multilingual-e5-large", 559_890_432),
         ("sentence-transformers/all-distilroberta-v1", 82_118_400),
@@ -215,7 +215,7 @@ def test_more_tokens_never_take_less(
     for other in (footprint(short, torch_dtype, kind, budget + more_budget), footprint(long, torch_dtype, kind, budget)):
         assert other.total >= least.total
         assert other.weights == least.weights
-    if longest + longer > max(longest, budget):  # then the longest input is what the workspace is for
+    if longest + longer > max(longest, budget):  # then the longest input decides the workspace
         assert footprint(long, torch_dtype, kind, budget).workspace > least.workspace
 
 
@@ -254,7 +254,7 @@ def test_a_cpu_that_decodes_keeps_every_matrix_twice_and_the_words_as_a_head() -
 
 
 def qwen3(size: str, tied: bool = True, context: int = 40960) -> ModelConfig:
-    """The model that generates, of the size of an embedder."""
+    """The config of a generation model with the shape of Qwen3-Embedding-`size`."""
     config = CATALOGUE[f"Qwen/Qwen3-Embedding-{size}"]
     shape = {"vocab_size": 151_936, "max_position_embeddings": 40960, "max_input_length": context}
     return replace(config, generation=GenerationConfig(tied=tied), **shape)  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ def test_a_cache_is_counted_in_whole_pages(kind: MemoryKind) -> None:
     with torch.device("meta"):
         cache = KVCache(config, 129, torch.bfloat16, torch.device("meta"))
     assert sum(layer.nbytes for layer in cache.layers if isinstance(layer, torch.Tensor)) == more.cache
-    assert footprint(config, torch.int8, kind, cache_tokens=1).cache == a_page  # keys and values stay in bf16
+    assert footprint(config, torch.int8, kind, cache_tokens=1).cache == a_page  # the KV cache stays in bf16
     most = footprint(config, torch.bfloat16, kind)
     assert most == footprint(config, torch.bfloat16, kind, cache_tokens=16 * config.max_input_length)
     assert footprint(CATALOGUE["Qwen/Qwen3-Embedding-0.6B"], torch.bfloat16, kind, cache_tokens=128).cache == 0
@@ -326,7 +326,7 @@ def test_prompts_are_cut_so_a_longer_context_takes_no_more() -> None:
 
 
 def _free(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 139 << 30) -> torch.device:
-    """A GPU with so many bytes free."""
+    """A GPU with `free` of `total` bytes free."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(is_integrated=False))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     return torch.device("cuda", 0)
@@ -343,7 +343,7 @@ def test_a_gpus_cache_has_16_contexts_or_what_is_free_beside_the_passes(monkeypa
     tokens = default_tokens(config, torch.bfloat16, _free(monkeypatch, 10 * gib), passes)
     assert tokens % PAGE_SIZE == 0
     left = 10 * gib - passes - tokens * per_token
-    assert 512 << 20 <= left < (512 << 20) + PAGE_SIZE * per_token  # what kernels take that are loaded later
+    assert 512 << 20 <= left < (512 << 20) + PAGE_SIZE * per_token  # kernels that are loaded later take this memory
     just = passes + (512 << 20) + PAGE_SIZE * per_token
     assert default_tokens(config, torch.bfloat16, _free(monkeypatch, just), passes) == PAGE_SIZE
     with pytest.raises(
@@ -382,7 +382,7 @@ def test_a_model_that_does_not_fit_is_refused_before_the_load_with_the_ways_out(
     numbers = r"Qwen3-8B needs 22\.1 GiB on cuda:0, which has 20\.0 GiB free: 15\.3 GiB of weights in this dtype, "
     numbers += r"2\.4 GiB for passes of 8,192 tokens, and 4\.5 GiB for a cache of 32,768 tokens; "
     with pytest.raises(
-        ModelError, match=numbers + r"give 17,\d\d\d cache_tokens or fewer, which shortens the context to as many, "
+        ModelError, match=numbers + r"give 17,\d\d\d cache_tokens or fewer, which shortens the context to that number, "
     ):
         check(20, cache_tokens=32768)
     with pytest.raises(ModelError, match=r"for a cache of 128 tokens; lower max_batch_tokens, free memory on this GPU"):
@@ -392,7 +392,7 @@ def test_a_model_that_does_not_fit_is_refused_before_the_load_with_the_ways_out(
 
 
 class _Watched(Checkpoint):
-    """Keeps every matrix that it brought to 8 bits."""
+    """Keeps every matrix that it quantised to 8 bits."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, torch.device("cpu"), torch.int8)
@@ -461,7 +461,7 @@ def test_splades_head_is_counted(kind: str, tied: bool, tiny: Callable[..., Path
     assert num_parameters(config) == sum(size for name, size in header_sizes(folder) if name not in needless)
     assert (
         body_parameters(config) - body_parameters(body) == 64 * 64 + 300 * 64
-    )  # each token goes through the decoder, whose-ever
+    )  # the decoder computes each token of all sequences
 
 
 def test_vectors_as_wide_as_the_vocabulary_are_counted_and_have_a_limit() -> None:
@@ -487,8 +487,11 @@ def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:
 
 
 def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
-    """Of the budgets that an engine chooses; one far above costs up to 7 %. Measured when graphs ended at 4,096 tokens and were
-    captured on the stream that passes run on: they are counted as they were then."""
+    """The budgets are the engine's defaults. A budget far above costs up to 7 % more.
+
+    The rows were measured when graphs ended at 4,096 tokens and were captured on the passes' own stream. The test
+    subtracts the difference.
+    """
     (rows,) = json.loads(MEASURED.read_text(encoding="utf-8"))["tables"].values()
     rows = [row for row in rows if row["model"].startswith("Qwen3") and row["token budget"] <= MOST_BATCH_TOKENS]
     assert len(rows) == 6
@@ -496,7 +499,7 @@ def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
         config = known_model(row["model"])
         assert config is not None
         estimate = footprint(config, torch.bfloat16, "gpu", row["token budget"])
-        since = estimate.graphs / MIB - row["graphs"] + 2 * 32  # cuBLAS's workspaces on that stream
+        since = estimate.graphs / MIB - row["graphs"] + 2 * 32  # cuBLAS's workspaces for that stream
         assert 1.0 <= (estimate.reserved / MIB - since) / row["reserved"] <= 1.05, row
         assert 1.0 <= (estimate.total / MIB - since) / row["on the card"] <= 1.05, row
 
@@ -551,7 +554,7 @@ class _Random(ShapeCounter):
         return torch.randn(shape, dtype=self.dtype) / 50
 
 
-# One layer of each kind, in the published widths. A small vocabulary, because its table is no part of a pass's memory.
+# One layer of each kind, in the published widths. The vocabulary is small, because its table is no part of a pass's memory.
 _SHAPES = {
     "nomic-ai/modernbert-embed-base": {"n_layers": 2, "local_layers": (0,)},
     "jinaai/jina-embeddings-v2-base-en": {"n_layers": 1},

@@ -194,7 +194,7 @@ def test_labels_are_in_the_order_of_their_indices(copy: Callable[..., Path], cap
 
 
 def test_the_first_jina_rerankers_are_known_by_their_name(copy: Callable[..., Path], tmp_path: Path) -> None:
-    """Their config.json names the body alone, and no labels."""
+    """Their config.json names only the body, and no labels."""
     folder = copy("jina_bert_classifier", architectures=["JinaBertModel"], id2label="DELETE", label2id="DELETE")
     tensors = load_file(folder / "model.safetensors")
     tensors |= {name: tensors[name][:1].contiguous() for name in ("classifier.weight", "classifier.bias")}
@@ -288,7 +288,7 @@ def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
 
 
 def test_gemma3_is_the_same_in_the_hubs_spelling(copy: Callable[..., Path]) -> None:
-    """The spelling of google/embeddinggemma-300m: flat keys, a pattern of layers."""
+    """google/embeddinggemma-300m spells its config with flat keys and a pattern of layers."""
     bases = {"full_attention": {"rope_theta": 700.0}, "sliding_attention": {"rope_theta": 70.0}}
     folder = copy("gemma3", rope_parameters=bases, use_bidirectional_attention=True, sliding_window=512)
     config = load_model_config(folder)
@@ -304,7 +304,7 @@ def test_gemma3_is_the_same_in_the_hubs_spelling(copy: Callable[..., Path]) -> N
 
 
 def test_gtes_qwen2_is_bidirectional_unless_it_says_otherwise(copy: Callable[..., Path]) -> None:
-    """Its own code is, by default; config.json says so only in later revisions."""
+    """The authors' code is bidirectional by default. Only later revisions of config.json say so."""
     code = "Alibaba-NLP/gte-Qwen2-7B-instruct--modeling_qwen.Qwen2Model"
     folder = copy("qwen2", auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}, is_causal="DELETE")
     for changes, causal in (
@@ -409,7 +409,7 @@ def test_a_module_outside_of_the_folder_is_refused(copy: Callable[..., Path]) ->
         ({"use_residual": True}, "use_residual"),
         ({"module_input_name": "token_embeddings"}, "module_input_name"),
         ({"module_output_name": "other"}, "module_output_name"),
-        ({"in_features": 32}, "in_features is 32, what comes before has 64 dimensions"),
+        ({"in_features": 32}, "in_features is 32, the module before has 64 dimensions"),
         ({"out_features": "DELETE"}, "out_features is None"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_gateway_with_other_files_than_planned_does_not_start() -> None:
 def test_a_replica_with_other_files_than_planned_does_not_start() -> None:
     class NoServer(EngineServer):
         def __del__(self) -> None:
-            """There is no engine to stop."""
+            """Does nothing: there is no engine to stop."""
 
         def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
             raise AssertionError("the files are compared before they are loaded")

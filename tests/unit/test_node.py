@@ -172,7 +172,7 @@ def test_an_unmarked_orphan_is_found_by_its_session_as_long_as_something_proves_
     recorded = replace(started, id="gone", processes=(Recorded(orphan.pid, orphan.create_time(), "x"),))
     leader.kill()
     leader.wait()
-    assert find_processes(started) == set()  # the number of a session alone proves nothing
+    assert find_processes(started) == set()  # a session's number alone does not prove that the session is the node's
     assert find_processes(recorded) == {orphan}
     write_record(home, recorded)
     assert stop() == 1
@@ -180,7 +180,7 @@ def test_an_unmarked_orphan_is_found_by_its_session_as_long_as_something_proves_
 
 
 def test_whoever_asks_is_never_among_what_ends(spawn: Spawn) -> None:
-    """`emberforge node stop` may be typed in a terminal, or a job, that came of the node itself."""
+    """A user may type `emberforge node stop` in a terminal, or run it in a job, that the node itself started."""
     process = spawn("m1")
     ours = find_processes(Started("m1", "box", True, session=os.getsid(0)))
     assert process in ours
@@ -259,7 +259,7 @@ def test_a_head_asks_before_it_ends_an_older_cluster(home: Path, monkeypatch: py
     begin(r"nodes at 10\.0\.0\.3 wait for a head")
     assert ran == []
     begin("enough", replace_cluster=True)
-    begin("enough", redis="10.0.0.9:6379")  # the nodes belong to the cluster that comes back
+    begin("enough", redis="10.0.0.9:6379")  # Redis keeps the cluster, so the waiting nodes belong to it
     assert len(ran) == 2
     assert "--node-ip-address=127.0.0.1" in ran[0]
 
@@ -279,7 +279,7 @@ def test_a_command_that_stays_ends_with_its_node(
     write_record(home, started)
 
     def select(*_: object) -> None:
-        """The processes that the command waits for."""
+        """Stands in for the wait for Ray's processes."""
         if is_told:
             signal.raise_signal(signal.SIGTERM)
         raylet.kill()
@@ -382,7 +382,7 @@ def test_a_node_that_does_not_come_up_is_not_waited_for_without_end(monkeypatch:
 
 @pytest.mark.slow
 def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray start` that never returns: a script in its place, under the very command line that starts Ray."""
+    """A script that never returns stands in for `ray start`. Its command line is the one that starts Ray."""
     package = home / "ray" / "scripts"
     package.mkdir(parents=True)
     for folder in (home / "ray", package):

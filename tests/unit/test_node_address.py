@@ -19,7 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, interfaces: dict[str, list[str]], r
 @pytest.mark.parametrize(
     ("interfaces", "routed", "ip"),
     [(TWO_NETWORKS, "192.168.1.7", "192.168.1.7"), (CABLE, None, "10.0.0.2"), (CABLE, "127.0.0.1", "10.0.0.2")],
-    ids=["default route", "cable alone", "cable and a route to itself"],
+    ids=["default route", "only a cable", "cable and a route to itself"],
 )
 def test_a_head_takes_the_address_that_others_reach(
     monkeypatch: pytest.MonkeyPatch, interfaces: dict[str, list[str]], routed: str | None, ip: str

@@ -108,7 +108,7 @@ def test_the_environment_is_ours_where_the_operator_has_not_spoken() -> None:
 
 def test_haproxys_socket_has_a_path_that_haproxy_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray puts a folder with the node's id before the socket's name."""
-    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)  # it names our wrapper where this process has started Ray
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH", raising=False)  # if this process has started Ray, it names our wrapper
     home = "/home/firstname.lastname/.emberforge"
     folder, name = os.path.split(ray_environment(CPU_NODE, TOKEN, {"EMBERFORGE_HOME": home})["RAY_SERVE_HAPROXY_SOCKET_PATH"])
     path = os.path.join(folder, NodeID.from_random().hex(), name)

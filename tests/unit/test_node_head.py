@@ -37,7 +37,7 @@ def test_another_ray_or_python_than_the_heads_is_refused() -> None:
         refuse_mismatch(cluster, "2.60.0", "3.11.3", "minor")
 
 
-# As Ray 2.60.0 prints them.
+# The output of Ray 2.60.0.
 VERSIONS = (
     "RuntimeError: Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.12.3\n"
     "This process on node 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"

@@ -53,7 +53,7 @@ def test_two_nodes_of_one_name_are_both_shown() -> None:
 def test_what_is_reserved_is_rays_share_of_what_models_may_take() -> None:
     half = seen(H200, available={"CPU": 60.0, "GPU": 0.5})
     assert half.reserved_bytes == round(1.5 * H200.usable_bytes)
-    assert seen(H200, available={}).reserved_bytes == 2 * H200.usable_bytes  # Ray leaves out what is used up
+    assert seen(H200, available={}).reserved_bytes == 2 * H200.usable_bytes  # Ray leaves out resources that are used up
     assert seen(CPU).reserved_bytes is None
     assert replace(half, node=None).reserved_bytes is None
 
@@ -90,7 +90,7 @@ def test_a_plan_on_half_the_truth_is_refused(nodes: Sequence[Seen], sentence: st
 
 
 class FakeRay:
-    """Nodes that answer with what stands in `answers`, and not at all where that is None. A reference is the node's id."""
+    """Each node answers with its value in `answers`; a node with None never answers. A reference is the node's id."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows = [row(ID, "small")]

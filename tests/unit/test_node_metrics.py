@@ -41,7 +41,7 @@ time.sleep(60)
 
 @contextmanager
 def process(folder: Path, exposition: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that publishes."""
+    """A process that publishes `exposition`."""
     with subprocess.Popen([sys.executable, "-c", PUBLISH, str(folder), exposition], stdout=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout is not None
@@ -52,7 +52,7 @@ def process(folder: Path, exposition: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def samples(exposition: str) -> dict[tuple[str, ...], float]:
-    """The values by name and labels. Raises: ValueError for text that Prometheus would not read."""
+    """The values by name and labels. Raises: ValueError for text that Prometheus cannot read."""
     families = list(text_string_to_metric_families(exposition))
     return {(each.name, *sorted(each.labels.values())): each.value for family in families for each in family.samples}
 

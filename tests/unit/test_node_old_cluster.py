@@ -1,4 +1,4 @@
-"""A new head finds the nodes of an older cluster before it would end them."""
+"""A new head finds the nodes of an older cluster first, because its start would end them."""
 
 import socket
 import threading
@@ -56,7 +56,7 @@ def test_the_port_is_free_again_at_once() -> None:
     with knocking(port, GRPC):
         assert waiting_nodes("127.0.0.1", port)
     with socket.socket() as strict:
-        strict.bind(("127.0.0.1", port))  # without SO_REUSEADDR, as a program may that does not expect us
+        strict.bind(("127.0.0.1", port))  # without SO_REUSEADDR, as another program may listen
 
 
 def test_nobody_is_waited_for_without_end() -> None:

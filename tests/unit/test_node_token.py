@@ -1,4 +1,4 @@
-"""The cluster's token: where it is found, that a head makes it once, and that it is never shown."""
+"""The cluster's token: its places, that a head makes it only once, and that no output shows it."""
 
 import stat
 from pathlib import Path

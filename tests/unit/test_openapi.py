@@ -1,6 +1,6 @@
 """The API against its own OpenAPI document: no request of schemathesis gets an answer that is not in the document.
 
-Over a model that computes nothing; that each documented status can come, and from what, is `test_contract.py`'s.
+The model computes nothing. `test_contract.py` tests that each documented status occurs.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
 pytestmark = pytest.mark.slow
-# The kind of model that answers a route; BGE-M3 the others.
+# A generation model answers these routes, BGE-M3 the others.
 GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/decisions", "/detokenize", "/tokenizer_info")
 KINDS = (
     dict.fromkeys(GENERATION, "generation")
@@ -46,13 +46,13 @@ def sessions(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 CONFIG = schemathesis.Config.from_dict(
     {
-        # Whether a text, an id or a prompt's name is one that can be used depends on the model: no document says that.
+        # The document does not say which texts, ids and prompt names are valid: that depends on the model.
         "checks": {
             "positive_data_acceptance": {"enabled": False},
-            # A request may have a deadline of a millisecond, which passes.
+            # A request's deadline may be one millisecond, so the request may time out.
             "not_a_server_error": {"expected-statuses": ["2xx", "3xx", "4xx", 504]},
         },
-        "generation": {"allow-extra-parameters": False},  # headers that nobody knows are no mistake
+        "generation": {"allow-extra-parameters": False},  # unknown headers are allowed
     }
 )
 API = schemathesis.openapi.from_dict(openapi.document(""), config=CONFIG)

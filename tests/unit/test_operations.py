@@ -30,7 +30,7 @@ PUBLIC = ["/", "/health", "/ping", "/metrics", "/docs", "/openapi.json", "/api-d
 
 
 class Fake:
-    """A backend and its one model: every vector is the same; the token of "fail" fails."""
+    """A backend and its one model. All vectors are equal; the token of "fail" raises an error."""
 
     info = ModelInfo("org/x@v1", "x", "float32", "cpu", "mean", 4, 16, 64, 0, revision="abc")
 
@@ -106,7 +106,7 @@ def test_the_answer_to_a_wrong_key_has_the_form_of_the_route(locked: tuple[TestC
 def test_any_page_may_ask_by_default_and_a_preflight_needs_no_key(locked: tuple[TestClient, str]) -> None:
     client, key = locked
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    sent = "authorization,content-type,x-priority,x-stainless-os"  # the last one by OpenAI's SDK
+    sent = "authorization,content-type,x-priority,x-stainless-os"  # OpenAI's SDK sends the last one
     preflight = client.options("/embed", headers=asked | {"Access-Control-Request-Headers": sent})
     assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, "*")
     answer = client.post(

@@ -29,7 +29,7 @@ def answer_of(given: ReplicaCall) -> Embeddings:
 
 
 class Replica:
-    """Notes what it is sent. `wrong` maps a request's name to the error it gets."""
+    """Keeps the calls that it gets. `wrong` maps a request's name to its error."""
 
     def __init__(self, wrong: dict[int, Exception] | None = None, hold: bool = False) -> None:
         self.wrong, self.sent, self.cancelled = wrong or {}, list[tuple[int, Ticket]](), 0
@@ -62,7 +62,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.fixture
 def endless_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests leave the queue for another reason than their waiting time."""
+    """No request leaves the queue because of its waiting time."""
     monkeypatch.setattr("serve_app.gateway.outbox._MOST_WAIT_S", 1e6)
 
 
@@ -142,7 +142,7 @@ def test_while_enough_calls_are_on_the_way_what_arrives_waits_for_one_to_come_ba
         for name in range(1, 4):
             tasks.append(asyncio.ensure_future(outbox.put(*call(name))))
             await _turns()
-        urgent = asyncio.ensure_future(outbox.put(*call(9, batch=True)))  # of the other priority, of which none is on the way
+        urgent = asyncio.ensure_future(outbox.put(*call(9, batch=True)))  # no call of this priority is on its way
         await _turns()
         assert [(count, ticket.batch) for count, ticket in replica.sent] == [(1, False), (1, True)]
         replica.go.set()
@@ -216,7 +216,7 @@ def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> N
     async def test() -> None:
         replica, outbox, tasks = await _one_on_the_way()
         for name in range(1, 7):
-            tasks.append(asyncio.ensure_future(outbox.put(*call(name, 100))))  # the sixth of them is too much
+            tasks.append(asyncio.ensure_future(outbox.put(*call(name, 100))))  # the sixth is too many
             await _turns()
         tasks.append(asyncio.ensure_future(outbox.put(*call(7, MOST_TOKENS))))
         await _turns()
@@ -228,7 +228,7 @@ def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> N
 
 
 async def _one_on_the_way() -> tuple[Replica, Outbox, list[asyncio.Future[Embeddings]]]:
-    """A replica that has a call and may not answer, its outbox of one call at a time, and who waits."""
+    """A replica that has a call and does not answer yet, its outbox of one call at a time, and the waiting requests."""
     replica = Replica(hold=True)
     outbox = outbox_to(replica.send, most_calls=1)
     tasks: list[asyncio.Future[Embeddings]] = [asyncio.ensure_future(outbox.put(*call(0)))]

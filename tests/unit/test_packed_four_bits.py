@@ -1,4 +1,4 @@
-"""4-bit matrices in the kernels' order: read back by index arithmetic, they have their original values."""
+"""4-bit matrices in the kernels' order have their original values when index arithmetic reads them back."""
 
 from itertools import product
 
@@ -14,7 +14,7 @@ CASES = [*product(GROUPS, (None, "zeros", "mins"))]
 
 
 def random_matrix(n: int, k: int, group: int, beside: str | None) -> FourBits:
-    """Any code, scale, and zero or min in each place."""
+    """A matrix with random codes, scales, and zeros or mins."""
     generator = torch.Generator().manual_seed(n + k + group)
     codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
     scales = (torch.rand(n, k // group, generator=generator) + 0.01).to(torch.float16)
@@ -44,7 +44,7 @@ def test_every_value_comes_back(n: int, k: int, group: int, beside: str | None) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "beside"), CASES)
 def test_no_bit_is_without_a_meaning(group: int, beside: str | None) -> None:
-    """Records hold codes, scales, zeros or mins, and nothing else: each byte that changes changes the matrix."""
+    """Records hold only codes, scales, and zeros or mins: a change of any byte changes the matrix."""
     matrix = random_matrix(16, 128, group, beside)
     weight = packed(matrix)
     before = matrix.dequantized(torch.float32)
@@ -75,7 +75,7 @@ SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
 def test_every_matrix_has_a_shape(n: int, k: int, rows: int, least: int) -> None:
-    """It fits into the shared memory, and the fastest of the possible shapes is taken."""
+    """The shape fits into shared memory and is the fastest of the possible shapes."""
     for group, has_zeros in ((64, True), (32, False)):
         shape = four_bits_shape(n, k, rows, group, has_zeros, 132, least)
         assert shape.shared_bytes(k, rows, group, has_zeros) <= least

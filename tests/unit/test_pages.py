@@ -10,7 +10,7 @@ from engine.options import TokenIds
 from engine.schedule.pages import Pages
 
 SIZE = 2
-# Of two tokens, so that many sequences begin alike.
+# Texts of two different tokens, so that many sequences share a prefix.
 texts = st.lists(st.integers(0, 1), max_size=12)
 
 
@@ -19,7 +19,7 @@ def ids(*tokens: int) -> TokenIds:
 
 
 def filled(pages: Pages, text: TokenIds) -> list[int]:
-    """Computes a sequence as an engine does: what is not matched is taken; full pages are kept."""
+    """Computes a sequence as an engine does: takes new pages for tokens without a match, and keeps full pages."""
     held = pages.match(text)
     fresh = pages.take(-(-len(text) // pages.page_size) - len(held))
     assert fresh is not None
@@ -28,13 +28,13 @@ def filled(pages: Pages, text: TokenIds) -> list[int]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Sequences come, keep their full pages in any order, and leave. The model knows what each page holds, and who holds it."""
+    """Sequences come, keep their full pages in any order, and leave. The model knows each page's tokens and holders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pages = Pages(7, SIZE)
         self.running: list[tuple[list[int], list[int]]] = []  # the text and the pages of each sequence
-        self.content: dict[int, tuple[int, ...]] = {}  # page -> all tokens up to its end, for pages that were ever kept
+        self.content: dict[int, tuple[int, ...]] = {}  # page -> all tokens up to its end, for each page ever kept
 
     def holders(self, page: int) -> int:
         return sum(pages.count(page) for _, pages in self.running)
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         self.pages.keep(pages, ids(*text[:num_tokens]))
         for index in range(num_tokens // SIZE):
             self.content[pages[index]] = tuple(text[: (index + 1) * SIZE])
-        # Everything kept is found at once, in these pages or in equal ones.
+        # All kept tokens are found at once, in these pages or in equal ones.
         found = self.pages.match(ids(*text[:num_tokens], 0))
         assert len(found) == num_tokens // SIZE
         assert all(self.content[page] == self.content[ours] for page, ours in zip(found, pages, strict=False))
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         before = self.pages.match(ids(*text, 0))
         self.pages.release(before)
         self.pages.release(pages)
-        assert self.pages.match(ids(*text, 0)) == before  # releasing forgets nothing
+        assert self.pages.match(ids(*text, 0)) == before  # a released page stays known
         self.pages.release(before)
 
     @rule(extra=st.integers(1, 3))
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def fill_up(self) -> None:
-        """Every page that nobody holds can be taken, whatever the tree looks like. Nothing of them is matched later."""
+        """All pages without a holder can be taken, in any tree. Their tokens match nothing later."""
         taken = self.pages.take(self.pages.num_free)
         assert taken is not None
         assert sorted(taken) == self.unheld()
@@ -107,7 +107,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """What is held stays as it is."""
+        """Held pages stay as they are."""
         unheld = self.unheld()
         self.pages.forget()
         assert self.pages.num_free == len(unheld)
@@ -159,7 +159,7 @@ def test_the_page_that_is_unused_the_longest_is_given_up_first() -> None:
     held = {token: filled(pages, ids(token, token)) for token in (1, 2, 3)}
     for token in (2, 1, 3):
         pages.release(held[token])
-    pages.release(pages.match(ids(2, 2, 0)))  # used once more
+    pages.release(pages.match(ids(2, 2, 0)))  # this page is used once more
     given_up = [pages.take(1) for _ in range(3)]
     assert given_up == [held[1], held[3], held[2]]
     assert pages.take(1) is None
@@ -195,7 +195,7 @@ def test_a_parent_keeps_its_place_in_the_order_while_its_child_is_held() -> None
 
 
 def test_two_sequences_that_compute_one_beginning_at_a_time() -> None:
-    """The first one's page is kept. The second one's next page follows it, and is found, though nobody holds the parent."""
+    """The first sequence's page is kept. The second one's next page follows it and is found, although nobody holds the parent."""
     pages = Pages(4, 2)
     text = ids(1, 2, 3, 4)
     first, second = pages.take(1), pages.take(2)

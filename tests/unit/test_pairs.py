@@ -1,4 +1,4 @@
-"""Pairs of texts: the ids, types and truncation of `tokenizers`, and that texts cannot inject special tokens."""
+"""Pairs of texts: ids, types and truncation are those of `tokenizers`, and texts cannot inject special tokens."""
 
 import json
 import shutil
@@ -112,7 +112,7 @@ def test_a_model_without_types_gets_none() -> None:
 
 def test_an_embedding_model_needs_no_template_for_pairs() -> None:
     odd = template("[CLS] $B [SEP] $A [SEP]")
-    with pytest.raises(ModelError, match="template for pairs could not be told"):
+    with pytest.raises(ModelError, match="template for pairs was not recognised"):
         Tokenizer(vocabulary(odd), CONFIG)
     Tokenizer(vocabulary(odd), replace(CONFIG, labels=(), head=None))
 
@@ -132,7 +132,7 @@ def test_one_empty_text_is_fine_and_two_are_not(bert: Tokenizer) -> None:
     with pytest.raises(EmptyInput):
         bert.encode_pairs([("w1", "w2"), ("", "")], EncodeOptions())
     bare = Tokenizer(vocabulary(None), CONFIG)
-    with pytest.raises(EmptyInput):  # no text is empty, but no token comes of them
+    with pytest.raises(EmptyInput):  # no text is empty, but the texts give no tokens
         bare.encode_pairs([(" ", "\n")], EncodeOptions())
 
 

@@ -31,14 +31,14 @@ def call(*lengths: int, options: EmbedOptions = WHOLE, qos: Qos = DEFAULT_QOS, f
 
 
 class Replica(PoolServer):
-    """A vector says which sequence it is of, and how long that is."""
+    """A vector begins with its sequence's first id and length."""
 
     def __init__(self) -> None:
         self.passes: list[int] = []
         self._in_flight = InFlight(None, "it")
 
     def __del__(self) -> None:
-        """There is no engine to stop."""
+        """Does nothing: there is no engine to stop."""
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         self.passes.append(len(sequences))
@@ -55,7 +55,7 @@ class Replica(PoolServer):
 
 
 def sent(calls: Sequence[ReplicaCall]) -> tuple[list[Answer], list[int]]:
-    """The answers, and the sequences of each of the replica's computations."""
+    """The answers, and the number of sequences of each computation of the replica."""
     replica, packed = Replica(), pack(calls)
     over_there = pickle.loads(pickle.dumps([parcel for _, parcel in packed]))
     answered = asyncio.run(replica.embed_parcels(over_there, ticket=next_ticket(1, 1, batch=False)))
@@ -104,7 +104,7 @@ def test_deadlines_that_are_close_leave_together_with_the_soonest() -> None:
     assert (parcel.qos.deadline_s, alone.qos.deadline_s) == (0.499, 30.0)
     assert [qos.deadline_s for _, _, qos in parcel.calls()] == [0.5, 0.499, 0.51]
     assert parcel.calls(0.25)[2][2].deadline_s == pytest.approx(0.26)
-    assert len(pack([call(1, qos=late(each)) for each in (1e-9, -0.1, 0.0)])) == 1, "they have passed"
+    assert len(pack([call(1, qos=late(each)) for each in (1e-9, -0.1, 0.0)])) == 1, "all three deadlines have passed"
     assert len(pack([call(1, qos=late(0.5)), call(1, qos=late(0.5, store=False)), call(1)])) == 3
 
 

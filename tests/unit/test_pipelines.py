@@ -79,7 +79,7 @@ def test_each_stage_needs_what_the_engine_counts_for_it() -> None:
         for part, end in zip(pipeline.layers, (sizes.words_bytes, sizes.head_bytes), strict=True)
     ]
     assert list(pipeline.needs_bytes) == needs
-    # What is left becomes cache, up to the fuller card: the engine's own cut holds it there.
+    # The rest of the fuller card's memory becomes cache. The engine's own cut fits there.
     assert given > least
     devices = pipeline.cards._devices
     assert cut(sizes, devices, given)
@@ -198,7 +198,7 @@ def test_stages_decode_as_fast_as_the_slowest_one() -> None:
 
     alone = decode_tokens_per_s(config, BF16, node, 1, 1000)
     assert decode(even, 1) == pytest.approx(alone, rel=0.01)  # a single stream passes one stage after the other
-    # Two groups read all weights twice, each on two cards. Keys and values, and products, are halved.
+    # Two groups read all weights twice, each on two cards. The times of keys, values and products are halved.
     assert 1.2 < decode(even, 64) / decode_tokens_per_s(config, BF16, node, 64, 1000) < 1.5
     assert decode(even, 320) / decode_tokens_per_s(config, BF16, node, 320, 1000) > 1.6
     assert decode((range(30), range(30, 36)), 64) < 0.75 * decode(even, 64)
@@ -230,7 +230,7 @@ def test_an_embedding_model_that_no_card_holds_takes_two_cards_of_a_node() -> No
     assert (pool.num_gpus, pool.devices, pool.cache_tokens) == (2.0, ("cuda:0", "cuda:1"), None)
     assert serve_config(plan)["applications"][0]["args"]["spec"]["devices"] == ["cuda:0", "cuda:1"]
     assert "m0.rtx-5080-16g-amd64: 2 cards of one node, layers 0 to 17 with " in text_of(plan)
-    # What the engine counts for each stage, and nothing for a cache.
+    # The plan counts the engine's bytes of each stage, and none for a cache.
     config = plan.shapes["m0"]
     whole, sizes = footprint(config, BF16, "gpu"), sizes_of(config, BF16, on_gpu=True)
     fixed = whole.of_passes + whole.context + bytes_beside_passes(config, BF16, 2, None)

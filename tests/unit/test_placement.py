@@ -1,4 +1,4 @@
-"""Placement: properties for all clusters, and single cases."""
+"""Placement: properties that hold for all clusters, and single cases."""
 
 import random
 from collections import Counter
@@ -61,7 +61,7 @@ def served(placement: Placement, required: bool | None = True) -> Counter[str]:
 
 
 def value(placement: Placement) -> tuple[int, int]:
-    """Models served, then replicas; of the required ones."""
+    """The number of served models, then of replicas. Only required replicas count."""
     counts = served(placement)
     return len(counts), counts.total()
 
@@ -130,7 +130,7 @@ def test_another_node_never_places_less(instance: Instance, more: list[Slot]) ->
 
 
 def tight(seed: int) -> Instance:
-    """Few cards and about as many bytes wanted as there are, so that it matters what goes where."""
+    """Few cards, and models that want about all of their memory, so that each place matters."""
     rng = random.Random(seed)
     capacity = {name: rng.randint(6, 12) for name in CLASSES}
     kinds = rng.choices(CLASSES, weights=(5, 3, 1), k=rng.randint(2, 4))
@@ -163,7 +163,7 @@ def test_what_is_called_proven_is_what_trying_everything_finds() -> None:
 
 
 def with_few_cpus(slots: Sequence[Slot], rng: random.Random) -> list[Slot]:
-    """The same nodes, where some have CPUs for few replicas on all of their cards together."""
+    """The same nodes, but some have CPUs for only a few replicas on all their cards together."""
     limits = {slot.node: rng.choice((None, 0, 1, 2, 3)) for slot in slots}
     return [replace(slot, node_places=limits[slot.node]) for slot in slots]
 
@@ -184,7 +184,7 @@ def test_cpus_of_a_node_are_shared_by_its_cards_and_the_search_knows() -> None:
 
 
 def test_what_is_missing_fits_nowhere_however_short_the_search() -> None:
-    cut_between = [(841, 8), (957, 12), (1321, 14)]  # where the search had found something better, and was not through with it
+    cut_between = [(841, 8), (957, 12), (1321, 14)]  # (seed, steps) that stop a search after an improvement, before its end
     for seed, steps in [*((seed, 1 + seed % 40) for seed in range(200)), *cut_between]:
         wanted, slots = tight(seed)
         placement = place(wanted, slots, steps)
@@ -202,12 +202,12 @@ def test_what_is_missing_fits_nowhere_however_short_the_search() -> None:
 
 
 def best_by_trying_everything(wanted: Sequence[Demand], slots: Sequence[Slot]) -> tuple[int, int]:
-    """The best value of any numbers of replicas of each model on each card."""
+    """The best value over all numbers of replicas of each model on each card."""
     nodes = sorted({slot.node for slot in slots})
     node_of = [nodes.index(slot.node) for slot in slots]
     limit_of = {slot.node: 99 if slot.node_places is None else slot.node_places for slot in slots}
     limits = tuple((0, limit_of[node]) for node in nodes)
-    # Room on each card, then on each node as a card without bytes; models, replicas.
+    # Free memory and places of each card, then the places of each node, then the models and replicas so far.
     states = {(tuple((slot.capacity, slot.places or 99) for slot in slots) + limits, 0, 0)}
     for demand in wanted:
         numbers = [range(demand.min_replicas + 1 if may(demand, slot) else 1) for slot in slots]
@@ -281,7 +281,7 @@ def test_on_equal_nodes_no_two_replicas_share_one(replicas: int, more_nodes: int
 
 
 def test_the_search_finds_what_the_quick_way_misses() -> None:
-    """Largest first puts each 5 on a card of its own and strands a 3; only 5 + 5 and 4 + 3 + 3 fill both cards."""
+    """Largest first puts each 5 on its own card and leaves one 3 without a place. Only 5 + 5 and 4 + 3 + 3 fill both cards."""
     sizes = {"a": 5, "b": 5, "c": 4, "d": 3, "e": 3}
     slots = [Slot("x", 0, "one", 10), Slot("y", 0, "one", 10)]
     placement = place([Demand(name, {"one": size}, {"one": 1.0}) for name, size in sizes.items()], slots)
@@ -337,7 +337,7 @@ def test_a_model_scaled_to_zero_keeps_its_card_when_another_is_missing() -> None
     assert served(placement, None) == {"z": 1}
 
 
-# What follows is about real models and cards.
+# The tests below use real models and cards.
 
 QWEN_4B, QWEN_06B = "Qwen/Qwen3-Embedding-4B", "Qwen/Qwen3-Embedding-0.6B"
 SPARK = Node("spark", "arm64", 119 * GIB, 20, (Card("NVIDIA GB10", 119 * GIB, unified=True),))

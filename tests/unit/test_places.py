@@ -37,13 +37,13 @@ def _admission(most: int, num_models: int) -> Admission:
 def test_a_slow_model_leaves_the_others_their_places() -> None:
     admission = _admission(12, 2)
     with ExitStack() as stack:
-        assert _filled(admission, stack, "slow") == (9, "30")  # three of its own, and the six common ones
+        assert _filled(admission, stack, "slow") == (9, "30")  # three own places and six shared ones
         assert _filled(admission, stack, None) == (0, "1")
         with ExitStack() as inner:
             assert _filled(admission, inner, "quick") == (3, "2")
-        assert _filled(admission, stack, "quick") == (3, "2")  # they were given back
+        assert _filled(admission, stack, "quick") == (3, "2")  # its own places are free again
     with ExitStack() as stack:
-        assert _filled(admission, stack, "quick") == (9, "2")  # and so were all others
+        assert _filled(admission, stack, "quick") == (9, "2")  # all places are free again
 
 
 @pytest.mark.parametrize("name", ["slow", None])

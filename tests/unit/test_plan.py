@@ -88,7 +88,7 @@ def example(files: tuple[Path, Path]) -> Plan:
 
 
 def lost(ours: Any, known: Any, place: str = "") -> list[str]:
-    """Where `known` differs from what was written: Ray drops a key it does not know without a word."""
+    """The paths where `known` differs from `ours`. Ray silently drops a key that it does not know."""
     if isinstance(ours, dict):
         if not isinstance(known, dict):
             return [place]
@@ -190,7 +190,7 @@ def test_ray_finds_room_for_every_pool_on_every_card(chosen: list[tuple[str, int
 
 
 def apply(plan: Plan, name: str, way: str) -> Plan:
-    """The plan after an operator has done what `way` says, word by word. A published checkpoint is in the catalogue."""
+    """The plan after an operator has followed `way` literally. A published checkpoint is in the catalogue."""
     if " a card of " in way:
         gib = float(way.split(" a card of ")[1].split(" GiB")[0])
         count = int(way.split()[0]) if way[0].isdigit() else 1
@@ -233,7 +233,7 @@ UNPLACED = {
     ),
     "squeezed": (
         planned([rtx_5080()], entry("lite"), entry("pro", "Qwen/Qwen3-Embedding-8B")),
-        "another node",  # with shorter inputs it would be there, and lite not
+        "another node",  # with shorter inputs it would have a place, but lite would not
     ),
     "cores": (planned([CPU], entry(min_replicas=5, dtype="bf16")), "min_replicas: 4"),
     "8 bits": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-8B")), "dtype: float8"),
@@ -347,7 +347,7 @@ MINILM = "sentence-transformers/all-MiniLM-L6-v2"
         ([rtx_5080(), CPU_BF16], {}, "bfloat16", []),
         ([CPU_BF16, CPU], {"model": MINILM}, "bfloat16", [CPU]),
         ([CPU_BF16, replace(CPU_BF16, name="like it", cpu_bf16=False)], {}, "float32", []),
-        ([rtx_5080(gib=2), CPU], {}, "float32", []),  # it does not fit on the card
+        ([rtx_5080(gib=2), CPU], {}, "float32", []),  # the model does not fit on the card
         ([rtx_5080(), CPU], {"min_replicas": 2, "model": "Qwen/Qwen3-Embedding-4B"}, "float32", []),
         ([rtx_5080(), T4, CPU], {"dtype": "fp32"}, "float32", []),
     ],
@@ -419,14 +419,14 @@ def test_a_folder_that_is_not_the_expected_one_is_refused(minilm: Path) -> None:
 
 
 def test_a_model_may_run_on_transformers(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """A folder, and no weights in it: planned by what the network would hold."""
+    """The folder has no weights. The plan counts the network's parameters."""
     folder = shutil.copytree(tiny("bert"), tmp_path / "own")
     (folder / "model.safetensors").unlink()
     own = {"backend": "transformers", "trust_remote_code": True}
     plan = planned(MIXED, entry("ours", str(folder)), entry("theirs", str(folder), **own))
     name = plan.pools[0].node_class
     ours, theirs = plan.footprint("ours", name), plan.footprint("theirs", name)
-    assert ours.weights < theirs.weights < 1.1 * ours.weights  # and a pooler
+    assert ours.weights < theirs.weights < 1.1 * ours.weights  # transformers also loads a pooler
     assert theirs.workspace > ours.workspace
     config = serve_config(plan)
     assert lost(config, read_by_ray(config)) == []
@@ -560,7 +560,7 @@ def test_what_a_quantised_checkpoint_takes_is_said(tiny: Callable[..., Path], tm
         "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes the memory of bfloat16"
     )
     assert [each.needs_bytes for each in quantised.assigned] == [each.needs_bytes for each in plain.assigned]
-    for folder in folders:  # a model that generates
+    for folder in folders:  # a generation model
         shutil.rmtree(folder / "1_Pooling")
     quantised, plain = (planned([rtx_5080()], entry("q", str(folder))) for folder in folders)
     (note,) = set(plan_report.notes(quantised)) - set(plan_report.notes(plain))
@@ -584,7 +584,7 @@ def test_no_node_with_cards_books_more_cpus_than_it_has(cpus: int, gateways: int
     a_node = plan.gateways_a_node
     assert a_node == -(-gateways // 2)
     for each in plan_report.cpu_uses(plan):
-        # Ray may put a gateway on any node, and a replica on any node of its class: both nodes are as the one with fewer CPUs.
+        # Ray may put a gateway on any node and a replica on any node of its class. So both nodes count with the fewer CPUs.
         assert each.booked + 0.5 * a_node <= max(each.num_cpus, 0.5 * a_node)
         assert each.gateways >= a_node or not each.booked
 
@@ -779,7 +779,7 @@ def test_a_larger_reserve_moves_the_model() -> None:
 
 
 def test_of_equal_nodes_the_one_with_least_counts_for_all() -> None:
-    """Replicas go to a class, and Ray chooses the node."""
+    """A plan places replicas on a class, and Ray chooses the node."""
     less = replace(rtx_5080("pc2"), reserve_bytes=6 * GIB)
     plan = planned([rtx_5080(), less], entry(model="Qwen/Qwen3-Embedding-4B"))
     assert plan.placement.missing == {"m": 1}

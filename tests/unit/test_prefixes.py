@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.options import TokenIds
 from engine.run.prefixes import LEAST_PREFIX, LEAST_SAVED_TOKENS, MOST_PREFIXES, common_prefixes, lay_out
 
-# Of few tokens, so that many begin alike; the first are always the same.
+# Few different tokens, so that many sequences share a prefix. The first tokens are always the same.
 tails = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
@@ -37,7 +37,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 
 def most_saved(texts: list[TokenIds]) -> int:
-    """The result of trying all ways to group them."""
+    """The most tokens that any grouping of the texts saves."""
 
     def shared(part: list[int]) -> int:
         length = min(len(texts[index]) for index in part) - 1

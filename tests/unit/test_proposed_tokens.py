@@ -23,7 +23,7 @@ SEED, END = 5, 0
 
 
 def next_token(seen: Sequence[int], number: float, banned: Sequence[int] = ()) -> int:
-    """Copies what came after the last token's first place. One token in 12 follows from all tokens and `number`."""
+    """Copies the token after the last token's first occurrence. One token in 12 depends on all tokens and `number`."""
     value = 17
     for each in seen:
         value = (value * 31 + each) % 10_007
@@ -66,7 +66,7 @@ def check(streams: Sequence[Stream]) -> None:
     for each in streams:
         answer = each.future.result(0)
         assert ids(answer) == answer_of(each.prompt.tolist(), each.options)
-        for at, token in enumerate(answer.tokens):  # a cohort has no log-probabilities
+        for at, token in enumerate(answer.tokens):  # streams of a cohort have no log-probabilities
             assert token.logprob in (None, -float(len(each.prompt) + at))
 
 
@@ -87,7 +87,7 @@ def test_answers_are_what_they_are_without_proposals(
     passes_in_flight: int,
     rows: int,
 ) -> None:
-    """Also with few pages, so that streams give up pages, with small budgets, out of memory, and with pages of answers."""
+    """The cases include few pages, so that streams give up pages, small budgets, passes out of memory, and pages of answers."""
     device = Copier(num_pages, most_tokens, passes_in_flight)
     device.speculation_rows = rows
     streams = [stream(prompt, most, least, speculates, owner) for prompt, most, least, speculates, owner in asked]
@@ -95,7 +95,7 @@ def test_answers_are_what_they_are_without_proposals(
     for _ in passes.steps(streams):
         device.pages.check_integrity()
     check(streams)
-    # What the answers have left in the cache is right: they go on from there.
+    # The answers' pages in the cache are right: streams that continue the answers use them.
     again = [stream([*each.prompt.tolist(), *ids(each.future.result(0))][: 4 * (num_pages - 5)], 16) for each in streams]
     for each in again:
         Passes(device, budget).run([each])
@@ -154,14 +154,14 @@ def test_few_passes_give_an_answer_that_repeats_its_prompt(passes_in_flight: int
     assert len(device.passes) < 2 + 3 + passes_in_flight + 81 // 4 + 1
     proposed, accepted = sum(each.num_proposed for each in reports), sum(each.num_accepted for each in reports)
     assert proposed == accepted > 50
-    # The cache has all full pages of the answer's known tokens, but perhaps the last one.
+    # The cache has all full pages of the answer's known tokens, except perhaps the last page.
     again = stream([*COUNTED[: length + 81], 1], 16)
     run(device, [again])
     assert again.num_cached_tokens >= (length + 80) // PAGE_SIZE * PAGE_SIZE - PAGE_SIZE
 
 
 def test_what_two_passes_have_taken_ahead_is_not_proposed() -> None:
-    """Before it speculates, a stream runs ahead: the token that a pass under way chooses is not known."""
+    """Before a stream speculates, it runs ahead: the host does not know the token of the pass under way."""
     device = Repeater(100, passes_in_flight=3)
     for streams in ([stream(COUNTED[:27], 80)], [stream(COUNTED[:27], 80), stream(COUNTED[:18], 70, speculates=False)]):
         run(device, streams)
@@ -201,7 +201,7 @@ def test_a_stream_that_goes_on_from_half_an_answer_finds_its_place_at_once() -> 
     only.go_on_after(COUNTED[27:47])
     run(device, streams)
     assert ids(only.future.result(0)) == COUNTED[27:87]
-    # Three tokens show that it is trusted. Proposals take no page: there is room for 2 of them, then for 3.
+    # After three right tokens the stream speculates. Proposals take no new page: the page has room for 2, then for 3.
     assert device.passes[:6] == [[47], [1], [1], [1] * 3, [1] * 4, [1] * 4]
 
 
@@ -217,7 +217,7 @@ def test_streams_give_up_their_pages_between_verified_tokens(monkeypatch: pytest
 
 def test_logits_that_are_not_finite_behind_a_wrong_proposal_harm_nobody() -> None:
     class Breaks(Repeater):
-        """The answer counts to 9 once more, then to 5. A 6 behind that has no finite logits."""
+        """The answer counts to 9 once more, then to 5. The logits of a 6 after it are not finite."""
 
         def _choose(self, seen: list[int], piece: Piece) -> Token:
             token = super()._choose(seen, piece)
@@ -266,7 +266,7 @@ def test_answers_whose_choices_depend_on_the_last_token_and_short_ones_are_not_p
     assert not made.speculates
 
 
-# The proposer alone.
+# Tests of the proposer alone.
 
 
 def proposer_after(prompt: Sequence[int], answer: Sequence[int]) -> Proposer:

@@ -12,7 +12,7 @@ from cluster.catalogue import CATALOGUE
 from engine.errors import InvalidInput, ModelError
 from serve_app.compute.quantize import RANGES_FILE, check_dtype, quantize, read_ranges
 
-# Of a model with vectors of four dimensions.
+# A model with vectors of four dimensions.
 CONFIG = replace(CATALOGUE["sentence-transformers/all-MiniLM-L6-v2"], hidden_size=4)
 
 
@@ -40,7 +40,7 @@ def test_integers_equal_those_of_sentence_transformers(dtype: str) -> None:
     theirs = quantize_embeddings(vectors, dtype, ranges=ranges)  # type: ignore[arg-type]
     assert ours.dtype == theirs.dtype
     np.testing.assert_array_equal(ours, theirs)
-    assert ours.min() == np.iinfo(ours.dtype).min  # some lie outside the calibrated range
+    assert ours.min() == np.iinfo(ours.dtype).min  # some values lie outside the calibrated range
     assert ours.max() == np.iinfo(ours.dtype).max
 
 

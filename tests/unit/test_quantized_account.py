@@ -30,7 +30,7 @@ def load(folder: Path) -> Engine:
     return Engine.load(folder, dtype="float32", device="cpu")
 
 
-# (the form, the tensor, what becomes of it; None: it is gone)
+# (the form, the tensor, its change or None for its removal, the error)
 TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "no codes": ("ct int4 64", "weight_packed", lambda _: None, rf"tensor {MODULE}.weight_packed is missing"),
     "no scales of int4": ("ct int4 64", "weight_scale", lambda _: None, rf"tensor {MODULE}.weight_scale is missing"),
@@ -57,9 +57,9 @@ TENSORS: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
         "ct int8", "weight", lambda w: w[:, :64], r"k_proj.weight has shape \[64, 64\], config.json asks for \[64, 128\]",
     ),
     "no columns": ("ct int8", "weight", lambda w: w[:, :0], r"k_proj.weight has shape \[64, 0\], it holds no values"),
-    "groups of unequal sizes": ("gptq desc_act", "g_idx", torch.zeros_like, r"g_idx does not share the columns among 4 groups"),
-    "groups beyond the last": ("gptq desc_act", "g_idx", lambda g: g + 1, r"g_idx does not share the columns among 4 groups"),
-    "two weights": ("awq 64", "weight", lambda _: torch.zeros(64, 128), r"k_proj has a weight, and a quantised one too"),
+    "groups of unequal sizes": ("gptq desc_act", "g_idx", torch.zeros_like, r"g_idx does not divide the columns into 4 groups"),
+    "groups beyond the last": ("gptq desc_act", "g_idx", lambda g: g + 1, r"g_idx does not divide the columns into 4 groups"),
+    "two weights": ("awq 64", "weight", lambda _: torch.zeros(64, 128), r"k_proj has both a weight and a quantised one"),
     "many scales for one matrix": ("fp8 tensor", "weight_scale", lambda _: torch.ones(2), r"weight_scale has shape \[2\]"),
     "an input scale of dynamic activations": (
         "ct fp8 channel", "input_scale", lambda _: torch.ones(1), rf"no tensor {MODULE}.input_scale",
@@ -138,7 +138,7 @@ def test_an_ignored_layer_must_not_be_quantised(tiny: Tiny, tmp_path: Path) -> N
 def test_groups_that_do_not_fill_a_row_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     folder, _ = folders(tiny, "gptq v1", tmp_path)
     change_config(folder, {"quantization_config": FORMS["gptq v1"].config | {"group_size": 96}})
-    with pytest.raises(ModelError, match=r"rows of 128 columns are no multiple of the group size 96"):
+    with pytest.raises(ModelError, match=r"128 columns are not a multiple of the group size 96"):
         load(folder)
 
 

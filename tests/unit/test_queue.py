@@ -133,7 +133,7 @@ def test_a_short_request_waits_for_a_share_of_each_request_before_it(sizes: list
     before = 0
     while not short.is_scheduled:
         before += tokens(queue.schedule(0.0))
-    assert before <= most + size + 64  # the rest of the short request's pass may be of others
+    assert before <= most + size + 64  # other requests may fill the rest of the short request's pass
 
 
 @given(st.integers(1, 50), st.lists(st.integers(1, 20), min_size=1, max_size=30))
@@ -149,7 +149,7 @@ def test_a_long_sequence_waits_for_one_pass_at_most(budget: int, later: list[int
 
 @pytest.mark.parametrize("num_large", [1, 28, 200])
 def test_a_short_request_goes_past_large_ones_that_had_their_first_turn(num_large: int) -> None:
-    """The pass after it comes has it, however many large requests wait. 16 short ones a pass, for as long as there are such."""
+    """The next pass computes the short request, however many large ones wait. At most 16 short ones arrive for each pass."""
     queue = filled([request([8] * 2048) for _ in range(num_large)], 256)
     for _ in range(num_large // 4 + 1):  # until each has had its first turn
         queue.schedule(0.0)
@@ -163,13 +163,13 @@ def test_a_short_request_goes_past_large_ones_that_had_their_first_turn(num_larg
 
 
 def test_large_requests_that_had_their_first_turn_are_not_foreseen_before_a_short_one() -> None:
-    """Two passes of 64 at most, where 28 shares would be seven."""
+    """At most two passes of 64 tokens are ahead. 28 shares would be seven passes."""
     queue = filled([request([8] * 2048) for _ in range(28)], 64)
     assert queue.tokens_ahead(request([8])) >= 28 * queue.interactive.quantum
     for _ in range(7):
         queue.schedule(0.0)
     assert queue.tokens_ahead(request([8])) <= 2 * 64
-    assert queue.tokens_ahead(request([8] * 100)) >= 28 * queue.interactive.quantum  # has later turns itself
+    assert queue.tokens_ahead(request([8] * 100)) >= 28 * queue.interactive.quantum  # large itself, so it has later turns
 
 
 @given(st.lists(st.tuples(lengths, st.integers(1, 20), st.booleans()), min_size=1, max_size=12), st.integers(0, 20))
@@ -189,7 +189,7 @@ def test_tokens_of_first_turns_are_those_of_requests_that_wait_for_them(
 
 
 def test_a_rest_of_one_token_uses_up_one_token_of_the_part_of_later_turns() -> None:
-    """First turns want each pass whole, and each request leaves a rest of one token. More than one rest fits into a pass."""
+    """First turns could fill each pass, and each request leaves a rest of one token. A pass takes more than one rest."""
     queue, requests = filled([], 64), []
     for _ in range(100):
         requests += [request([16, 1]) for _ in range(4)]
@@ -202,7 +202,7 @@ def test_a_rest_of_one_token_uses_up_one_token_of_the_part_of_later_turns() -> N
 @pytest.mark.slow
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 48), st.integers(1, 48))
 def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, long: int, size: int, at_once: int) -> None:
-    """The others want up to three quarters of each pass. A long sequence fits beside none of them, and uses up several turns."""
+    """Short requests take up to three quarters of each pass. A long sequence does not fit beside them and uses several turns."""
     large = [request([long] * 800) for _ in range(num_large)]
     queue, taken, passes = filled(large, 64), 0, 48
     for _ in range(passes):
@@ -212,7 +212,7 @@ def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, 
     assert taken >= passes // 16 * long
 
 
-# Owners.
+# Tests with several owners of requests.
 
 
 @pytest.mark.slow
@@ -264,7 +264,7 @@ def test_a_short_request_waits_for_a_share_of_each_other_owner(flood: list[tuple
     before = 0
     while not short.is_scheduled:
         before += tokens(queue.schedule(0.0))
-    assert before <= most + size + 64  # the rest of the short request's pass may be of others
+    assert before <= most + size + 64  # other requests may fill the rest of the short request's pass
 
 
 @given(
@@ -276,7 +276,7 @@ def test_a_short_request_waits_for_a_share_of_each_other_owner(flood: list[tuple
 def test_what_is_ahead_of_a_request_is_never_more_than_foreseen(
     waiting: list[tuple[str, list[int], int]], num_passes: int, owner: str, sizes: list[int]
 ) -> None:
-    """But for the sequences with which others exceed their share, and the rest of the last pass."""
+    """The difference is the sequences with which others exceed their share, and the rest of the last pass."""
     queue = filled([request(each * times, owner=name) for name, each, times in waiting], 64)
     for _ in range(num_passes):
         queue.schedule(0.0)
@@ -361,7 +361,7 @@ class Traffic(RuleBasedStateMachine):
         budget = self.queue.max_batch_tokens
         assert tokens(slices) <= budget or len(slices) == 1
         first: Priority = "batch" if batch_first else "interactive"
-        if front := self.front(first):  # what goes first leaves nothing that fits
+        if front := self.front(first):  # requests that go first leave no tokens
             taken = tokens([part for part in slices if part.request.priority == first])
             assert taken or batch_first or self.batch_went_first(slices)
             assert tokens(slices) + front > budget
@@ -373,7 +373,7 @@ class Traffic(RuleBasedStateMachine):
         return bool(slices) and slices[0].request.priority == "batch"
 
     def front(self, priority: Priority) -> int:
-        """Tokens of the sequence that is next; 0 where none waits."""
+        """The tokens of the next sequence, or 0 if none waits."""
         queue = self.queue.interactive if priority == "interactive" else self.queue.batch
         served = queue._next()
         return 0 if served is None else len(served[0].sequences[served[0].num_scheduled])
@@ -442,6 +442,6 @@ def test_a_sequence_to_compute_again_is_scheduled_though_all_that_waits_is_late(
     scheduler.add_alone(part)
     scheduler.add(late)
     assert scheduler.schedule(0.0) == [part]
-    assert scheduler.schedule(late.deadline) == [part]  # the queue's turn, but `late` is over
+    assert scheduler.schedule(late.deadline) == [part]  # it is the queue's turn, but `late` has missed its deadline
     assert isinstance(late.future.exception(0), DeadlinePassed)
     assert not scheduler.has_work

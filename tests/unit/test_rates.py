@@ -19,7 +19,7 @@ from engine.schedule.request import Request
 def test_nothing_is_known_before_the_first_pass() -> None:
     rates = Rates(8192)
     assert rates.tokens_per_s == rates.large_tokens_per_s == rates.pass_s == rates.seconds(100) == 0
-    rates.add(8000, 0.0)  # nobody measured
+    rates.add(8000, 0.0)  # 0 seconds mean no measurement
     assert rates.tokens_per_s == rates.busy_s == 0
 
 
@@ -43,7 +43,7 @@ def test_a_token_makes_a_small_pass_longer_by_what_two_sizes_tell() -> None:
     assert rates.token_s == 0
     rates.add(102, 0.020)
     assert rates.token_s == pytest.approx(0.0001)
-    rates.add(500, 0.001)  # never less than nothing
+    rates.add(500, 0.001)  # the difference of the times is negative and counts as 0
     assert rates.token_s == 0
 
 
@@ -72,7 +72,7 @@ def test_a_size_that_nobody_asks_for_any_more_is_forgotten() -> None:
 
 
 class Device:
-    """Computes 819,200 tokens/s in sequences of 102, two passes in flight. Every clock but the device's own may be late."""
+    """Computes 819,200 tokens/s in sequences of 102, with two passes in flight. Only the device's own clock is never late."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 2, 1, 0, 0, None
     cohort_size = 0

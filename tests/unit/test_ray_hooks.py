@@ -50,7 +50,7 @@ def test_a_part_of_haproxys_file_that_is_gone_is_named(part: str, monkeypatch: p
 
 
 def test_every_file_that_uses_a_private_part_is_in_the_table() -> None:
-    """A name with an underscore in a module or on an object of Ray's."""
+    """A private part is a name with an underscore in a module or on an object of Ray's."""
     found = set()
     for package in ("cluster", "serve_app"):
         for file in (ROOT / package).rglob("*.py"):

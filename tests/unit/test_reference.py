@@ -1,4 +1,4 @@
-"""The specification of our kernels, against an implementation with one token and one head at a time."""
+"""The specification of our kernels, compared with an implementation that computes one token and one head at a time."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_attention_behind_a_prefix_is_that_of_the_whole_text(heads: tuple[int, i
 @pytest.mark.parametrize("window", [None, 0, 3, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_paged_attention_is_that_of_the_whole_sequences(heads: tuple[int, int], window: int | None) -> None:
-    """Each sequence's last tokens, in tiles of at most 4 tokens, over pages of 4 tokens."""
+    """The last tokens of each sequence, in tiles of at most 4 tokens, with pages of 4 tokens."""
     qkv = torch.randn(sum(LENGTHS), heads[0] + 2 * heads[1], 8, dtype=torch.float64)
     q, k, v = qkv.split((heads[0], heads[1], heads[1]), dim=1)
     chunks = [min(length, 6) for length in LENGTHS]

@@ -11,7 +11,7 @@ from serve_app.gateway.remote import drop
 
 
 class Response:
-    """A response that never comes. Like Serve's, it raises its own exception in the task that awaits it, once it is cancelled."""
+    """A response that never comes. Once it is cancelled, it raises its own exception in the waiting task, as Serve's does."""
 
     def __init__(self) -> None:
         self.cancelled = False

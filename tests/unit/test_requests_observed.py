@@ -46,7 +46,7 @@ BODY = {"inputs": "two words"}
 
 
 class Vectors:
-    """An engine that gives ones, two sequences a pass. A sequence with id 13 breaks its pass."""
+    """An engine whose vectors are ones. A pass computes two sequences, and a sequence with id 13 makes its pass fail."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
     cohort_size = 0
@@ -64,7 +64,7 @@ class Replica(PoolServer):
         self._model, self._in_flight = model, InFlight(None, "it")
 
     def __del__(self) -> None:
-        """The test stops the engine."""
+        """Does nothing: the test stops the engine."""
 
 
 class Cluster:
@@ -119,7 +119,7 @@ def ask(app: Any, *requests: tuple[str, dict[str, Any], dict[str, str]]) -> list
     return asyncio.run(scenario())
 
 
-# Ids.
+# Request ids.
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_every_answer_has_its_requests_id(cluster: Any, headers: dict[str, str],
 
 
 def test_behind_serve_the_answer_gets_no_second_id(cluster: Any) -> None:
-    """Serve adds the header."""
+    """Serve itself adds the id's header."""
     made = cluster()
     app = Api(FakeBackend(made.model), Settings(access_log=True), Metrics("gateway"), in_serve=True).app
     (answer,) = ask(app, ("/embed", BODY, {"x-request-id": "a"}))
@@ -157,7 +157,7 @@ def test_behind_serve_the_answer_gets_no_second_id(cluster: Any) -> None:
 
 
 def test_the_log_has_the_details_of_a_request_that_broke_a_pass(cluster: Any, log_lines: Lines) -> None:
-    """Two requests leave as one call. The lines of their common pass name both; the lines of each alone name it."""
+    """Two requests leave as one call. The line of their common pass names both. Then each runs alone, and its line names it."""
     made = cluster()
     bad, good = ask(
         made.app,

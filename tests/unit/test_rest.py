@@ -1,4 +1,4 @@
-"""A replica without requests sleeps: when, what wakes it, what its health check does, and what the scaling sees."""
+"""A replica without requests sleeps: the time until it sleeps, its wake-up, its health check, and the scaling's view of it."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ IDS = np.array([5, 6], dtype=np.int32)
 
 
 class Engine:
-    """Computes at once. `threads` has the thread of each pass."""
+    """Computes at once. `threads` lists the thread of each pass."""
 
     passes_in_flight, num_stages, speculation_rows, cohort_size, max_graph_tokens, pages = 2, 1, 0, 0, 512, None
 
@@ -112,7 +112,7 @@ def test_it_sleeps_after_a_time_without_requests(replica: Replica) -> None:
 
 
 def test_a_caller_does_not_wait_for_an_engine_that_wakes(replica: Replica) -> None:
-    """Its thread is the replica's event loop."""
+    """The caller's thread is the replica's event loop, so it must not block."""
     replica.request(polled=True)
     replica.look(0.0)
     replica.look(SLEEP_AFTER_S)

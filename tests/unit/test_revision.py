@@ -1,4 +1,4 @@
-"""The revision of a model's folder: the changes of files that change it, and the bytes that it reads."""
+"""The revision of a model's folder: which changes of files change it, and how many bytes it reads."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def test_a_copy_has_the_revision_of_the_original(folder: Path, tmp_path: Path) -
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("what the engine does not read")
     assert revision_of(folder) == first
-    assert revision_of(folder, code=True) != first, "code that runs counts"
+    assert revision_of(folder, code=True) != first, "the revision depends on code that runs"
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
@@ -78,7 +78,7 @@ def test_a_row_at_either_end_of_a_large_tensor_or_in_its_middle_counts(folder: P
 
 
 def test_large_weights_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 GiB that take no disk: in one tensor of the first file, and as a file of another kind."""
+    """The files have 16 GiB of holes: one tensor of the first file, and a file of another kind."""
     size = 16 << 30
     header = json.dumps({"a": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
     file = folder / "model.safetensors"

@@ -55,7 +55,7 @@ def test_a_request_sent_to_another_replica_counts_once() -> None:
     load.routed("a1", ticket(500))
     assert load.queued_tokens(0.0) == 500
     load.finished(ticket(500), 0.0, failed=True)
-    assert load.ranked(ticket(1, number=2), 0.0) == ["a0", "a1"]  # the second one is to blame
+    assert load.ranked(ticket(1, number=2), 0.0) == ["a0", "a1"]  # the failure counts against a1
 
 
 def test_what_is_over_counts_no_more() -> None:
@@ -102,7 +102,7 @@ def test_a_replica_that_fails_fast_attracts_nothing() -> None:
         now += shunned_s + 1
     each = ticket(10, number=50)
     send(load, "a0", each)
-    load.finished(each, now)  # one success and it starts anew
+    load.finished(each, now)  # one success resets the count
     again = ticket(10, number=51)
     send(load, "a0", again)
     load.finished(again, now, failed=True)
@@ -132,7 +132,7 @@ def test_replicas_that_are_gone_are_forgotten() -> None:
     load.update({"a1": Report(2.0)}, now=1.0)
     assert load.is_lost(ticket(500))
     assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
-    load.finished(ticket(500), 1.0, failed=True)  # of a replica nobody knows any more
+    load.finished(ticket(500), 1.0, failed=True)  # the replica of this request is no longer known
     assert load.ranked(ticket(1, number=2), 1.0) == ["a1"]
 
 
@@ -142,15 +142,15 @@ def test_a_replica_is_silent_only_while_others_are_heard() -> None:
     quiet.update({"a0": Report(1.0)}, now=0.0)
     other.update({"b0": Report(1.0)}, now=0.0)
     send(quiet, "a0", ticket(1))
-    assert not quiet.is_lost(ticket(1))  # whatever the time: nobody reports, so the controller is gone
-    for seconds in (1, 2):  # a slow controller brings reports seldom
+    assert not quiet.is_lost(ticket(1))  # no replica reports, so the controller is gone and no single replica counts as lost
+    for seconds in (1, 2):  # a slow controller sends reports seldom
         other.update({"b0": Report(1.0 + seconds)}, now=SILENT_S + seconds)
         assert not quiet.is_lost(ticket(1))
     other.update({"b0": Report(4.0)}, now=SILENT_S + 3)
     assert quiet.is_lost(ticket(1))
     assert (len(quiet.heard), len(other.heard)) == (0, 1)
     assert choose([quiet, other], ticket(5, number=2), now=SILENT_S + 3) is other
-    quiet.update({"a0": Report(1.0)}, now=SILENT_S + 3)  # the same report again says nothing
+    quiet.update({"a0": Report(1.0)}, now=SILENT_S + 3)  # an old report that comes again is no sign of life
     assert quiet.is_lost(ticket(1))
     quiet.update({"a0": Report(2.0)}, now=SILENT_S + 3)
     assert not quiet.is_lost(ticket(1))
@@ -163,9 +163,9 @@ def test_a_request_is_split_only_where_that_is_sooner() -> None:
     parts = split(even, [100] * 20, 0.0)
     assert sorted(map(len, parts)) == [10, 10]
     assert sorted(index for part in parts for index in part) == list(range(20))
-    assert split(even, [10] * 4, 0.0) == [[0, 1, 2, 3]]  # over in a moment anyway
+    assert split(even, [10] * 4, 0.0) == [[0, 1, 2, 3]]  # the request is short, so it is not divided
     assert split(even, [2_000], 0.0) == [[0]]
-    assert split([pool("a", 1_000), pool("b", 50)], [100] * 20, 0.0) == [list(range(20))]  # the other would hold it up
+    assert split([pool("a", 1_000), pool("b", 50)], [100] * 20, 0.0) == [list(range(20))]  # the slow pool would delay the request
     thirds = split([pool("a", 2_000), pool("b", 1_000)], [100] * 30, 0.0)
     assert sorted(map(len, thirds)) == [10, 20]
 
@@ -177,12 +177,12 @@ def test_a_split_goes_over_the_replicas_of_one_pool_too() -> None:
 @pytest.mark.parametrize(
     ("busy", "backlog_s", "requests", "replicas"),
     [
-        (0.0, 0.0, 0, 0),  # nobody asks: asleep, where that is allowed
+        (0.0, 0.0, 0, 0),  # no requests: the pool sleeps if it may
         (0.0, 0.0, 1, 1),
         (0.7, 0.0, 3, 1),
-        (0.9, 0.0, 3, 2),  # one at 90 % is too few
+        (0.9, 0.0, 3, 2),  # one replica at 90 % is too few
         (1.0, 8.0, 50, 4),
-        (1.4, 0.0, 9, 2),  # two at 70 % stay two
+        (1.4, 0.0, 9, 2),  # two replicas at 70 % stay two
         (0.3, 0.0, 2, 1),
     ],
 )
@@ -194,14 +194,14 @@ def test_replicas_follow_the_backlog(busy: float, backlog_s: float, requests: in
     ("kv_held", "backlog_s", "num_streams", "step_s", "stream_s", "replicas"),
     [
         (0.0, 0.0, 0, 0.0, 0.0, 0),
-        (0.01, 0.0, 1, 0.004, 0.0, 1),  # one stream, which keeps the device busy all the time
+        (0.01, 0.0, 1, 0.004, 0.0, 1),  # one stream keeps the device busy all the time
         (0.84, 0.0, 30, 0.01, 0.0002, 1),
         (0.95, 0.0, 30, 0.01, 0.0002, 2),  # the next stream would be preempted
         (0.2, 7.0, 5, 0.01, 0.0002, 2),  # prompts wait for 7 s
-        (0.2, 0.0, 200, 0.06, 0.00025, 2),  # 10 ms with one stream, and 60 with 200
+        (0.2, 0.0, 200, 0.06, 0.00025, 2),  # a step takes 10 ms with one stream and 60 ms with 200
         (0.2, 0.0, 150, 0.0475, 0.00025, 1),
-        (0.2, 0.0, 3, 0.203, 0.001, 1),  # a slow device: one stream takes 200 ms already, so another replica helps nobody
-        (0.2, 0.0, 300, 0.5, 0.001, 2),  # but here most of the time is that of the others
+        (0.2, 0.0, 3, 0.203, 0.001, 1),  # on a slow device one stream already takes 200 ms, so another replica would not help
+        (0.2, 0.0, 300, 0.5, 0.001, 2),  # here the other streams take most of the time
     ],
 )
 def test_replicas_that_generate_follow_cache_prompts_and_inter_token_time(
@@ -226,7 +226,7 @@ def test_batch_work_holds_an_interactive_request_up_for_a_pass_at_most() -> None
     assert load.finish_s(ticket(100), 0.0) == pytest.approx(1 + 0.5 + 0.1)
     assert load.finish_s(bulk(100), 0.0) == pytest.approx(9.1)
     assert load.queued_tokens(0.0) == 9_000
-    assert load.finish_s(ticket(100), 1.2) == pytest.approx(0.5 + 0.1)  # the interactive ones went first
+    assert load.finish_s(ticket(100), 1.2) == pytest.approx(0.5 + 0.1)  # interactive requests went first
     assert load.finish_s(ticket(100), 8.8) == pytest.approx(0.2 + 0.1)
 
 
@@ -237,7 +237,7 @@ def test_our_own_batch_requests_count_for_batch_requests_alone() -> None:
     send(other, "other0", ticket(2_000, number=9))
     assert choose([busy, other], ticket(10), 0.0) is busy
     assert choose([busy, other], bulk(10, number=2), 0.0) is other
-    assert split([busy, other], [100] * 20, 0.0) == [list(range(20))]  # the other would be no help
+    assert split([busy, other], [100] * 20, 0.0) == [list(range(20))]  # the other pool would not finish it sooner
     assert len(split([busy, pool("free", 1_000)], [100] * 20, 0.0)) == 2
     assert len(split([busy, pool("far", 1_000)], [100] * 20, 0.0, batch=True)) == 1
     for each in (bulk(50_000), bulk(50_000, number=8)):

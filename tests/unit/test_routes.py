@@ -77,7 +77,7 @@ ROOMS = ["observe", "admission", "compute", "dialects", "http"]
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_lower_rooms_alone(room: str) -> None:
-    """A request goes from http down to the model; nothing below knows what is above. gRPC stands beside http."""
+    """A request goes from http down to the model. A lower room does not import a higher one. gRPC is on the level of http."""
     above = {*ROOMS[ROOMS.index(room) + 1 :], "grpc"}
     folder = Path(tei.__file__).parents[1] / room
     imports = {

@@ -27,7 +27,7 @@ from engine.options import SamplingOptions
 GREEDY = SamplingOptions(max_tokens=1, temperature=0.0)
 DRAWN = SamplingOptions(max_tokens=1)
 LAST_UNIFORM = 1 - 2.0**-53
-# Multiples of a quarter, so that many logits are equal, and unequal ones stay so in every precision.
+# Multiples of a quarter: many logits are equal, and unequal logits stay unequal in every precision.
 grid = st.integers(-40, 40).map(lambda quarters: quarters / 4)
 vocabularies = st.sampled_from([1, 2, 7, 128, 300, 1024])
 
@@ -45,14 +45,14 @@ def random_logits(vocab_size: int, seed: int, num_rows: int = 1, scale: float = 
 
 
 def in_full(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The result of `keep`, as the probability of every token."""
+    """The result of `keep` as a probability for every token."""
     ids, weights = keep(probs, top_k, top_p, min_p)
     full = weights if ids is None else torch.zeros_like(probs).scatter(0, ids, weights)
     return full / full.sum()
 
 
 def chi_square_p(counts: Tensor, expected: Tensor) -> float:
-    """The chance of counts at least so far from the expected ones. Draws expected less than 5 times are one bucket."""
+    """The chance of counts at least as far from the expected ones. Tokens expected less than 5 times form one bucket."""
     rare = expected < 5
     assert counts[expected == 0].sum() == 0
     seen = torch.cat([counts[~rare], counts[rare].sum().view(1)]).double()
@@ -93,7 +93,7 @@ def test_top_p_keeps_what_transformers_keeps_and_the_ties_of_the_last(
     probs = before.softmax(1)[0]
     ours = in_full(logits[0].softmax(0), top_k, top_p, min_p) > 0
     least = probs[theirs].min()
-    # Where the mass is `top_p` up to rounding, one token (and its ties) more or less is as good.
+    # If the mass equals `top_p` up to rounding, one token (with its ties) more or less is also right.
     bare = (probs[probs >= least].sum() - least * (probs == least).sum(), probs[theirs].sum())
     if all(abs(float(mass) - top_p) > 1e-5 for mass in bare) and abs(float(bare[1] - least) - top_p) > 1e-5:
         assert torch.equal(ours, probs >= least)
@@ -110,7 +110,7 @@ def test_top_p_of_a_flat_distribution_looks_at_all_tokens() -> None:
 def test_all_tokens_that_are_as_likely_as_the_kth_are_kept() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0])
     assert (in_full(logits.softmax(0), 2, 1.0, 0.0) > 0).tolist() == [False, True, True, True, True, False]
-    for vocab_size in (1000, 1024):  # many more than the first look of top-k and top-p finds
+    for vocab_size in (1000, 1024):  # top-k and top-p first look at far fewer tokens
         equal = torch.zeros(vocab_size).softmax(0)
         assert (in_full(equal, 40, 1.0, 0.0) > 0).all()
         assert (in_full(equal, 0, 0.05, 0.0) > 0).all()
@@ -128,7 +128,7 @@ def test_tokens_of_probability_0_are_not_kept() -> None:
 
 @given(st.lists(grid, min_size=1, max_size=300))
 def test_greedy_takes_the_lowest_id_of_the_likeliest(values: list[float]) -> None:
-    for width in (len(values), -(-len(values) // 128) * 128):  # a whole number of blocks too
+    for width in (len(values), -(-len(values) // 128) * 128):  # the second width is a whole number of blocks
         padded = values + [-99.0] * (width - len(values))
         assert run(torch.tensor([padded]), [row()]).token_ids.tolist() == [values.index(max(values))]
 
@@ -213,7 +213,7 @@ def test_a_bias_is_added_to_the_logits_of_its_row() -> None:
 
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 300, 1024])
 def test_only_allowed_tokens_are_chosen(vocab_size: int) -> None:
-    """Token i is bit i % 32 of word i // 32. The other rows of the pass are free."""
+    """Token i is bit i % 32 of word i // 32. The pass's other rows have no such limit."""
     allowed = [0, vocab_size // 2, vocab_size - 1]
     words = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
     for token in allowed:
@@ -221,7 +221,7 @@ def test_only_allowed_tokens_are_chosen(vocab_size: int) -> None:
     by_grammar = row(DRAWN, allowed=words.view(np.int32))
     by_options = row(replace(DRAWN, allowed=tuple(allowed)))
     both = row(replace(DRAWN, allowed=(1, vocab_size - 1)), allowed=words.view(np.int32))
-    short = row(DRAWN, allowed=words.view(np.int32)[:1])  # of a tokenizer with fewer tokens than the model
+    short = row(DRAWN, allowed=words.view(np.int32)[:1])  # the tokenizer has fewer tokens than the model
     logits = random_logits(vocab_size, seed=2).expand(5, -1)
     adjusted = adjust(logits, Sampling.of([by_grammar, row(DRAWN), by_options, both, short], vocab_size))
     left = [each.isfinite().nonzero().flatten().tolist() for each in adjusted]
@@ -248,7 +248,7 @@ def test_banned_tokens_are_not_chosen_even_with_a_bias() -> None:
     ],
 )
 def test_draws_follow_the_distribution(vocab_size: int, options: SamplingOptions) -> None:
-    """All draws of one distribution, with the numbers that a request of this seed would get."""
+    """The draws use the random numbers that a request with this seed gets."""
     num_draws = 3000
     counts = TokenCounts([])
     counts.add(5)
@@ -262,7 +262,7 @@ def test_draws_follow_the_distribution(vocab_size: int, options: SamplingOptions
 
 @pytest.mark.parametrize("vocab_size", [5, 1024])
 def test_the_draw_walks_the_tokens_in_the_order_of_their_ids(vocab_size: int) -> None:
-    """Token 1 has the range [0.25, 0.5) of the numbers, and so on: equal logits share [0, 1) evenly."""
+    """Equal logits divide [0, 1) evenly: token 1 has the range [0.25, 0.5)."""
     logits = torch.full((1, vocab_size), -math.inf).fill_(-200.0)
     logits[0, 1:5] = 2.0
     for number, token in [(0.0, 1), (0.2499, 1), (0.2501, 2), (0.5001, 3), (0.7501, 4), (LAST_UNIFORM, 4)]:
@@ -291,7 +291,7 @@ def test_the_chosen_token_is_a_kept_one_whatever_the_number(data: st.DataObject,
 
 
 def test_tokens_of_no_mass_at_the_end_are_not_drawn() -> None:
-    assert _find(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64), 1.0) == (1, 1.0)  # a share that rounding made 1
+    assert _find(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64), 1.0) == (1, 1.0)  # rounding can make a share 1
     logits = torch.tensor([[0.0, 1.0, -300.0, -300.0]])
     assert run(logits, [row(DRAWN, uniform=LAST_UNIFORM)]).token_ids.tolist() == [1]
     assert run(logits[:, [2, 0, 1, 3]].repeat(1, 64), [row(DRAWN, uniform=LAST_UNIFORM)]).token_ids.tolist() == [254]
@@ -372,7 +372,7 @@ def test_a_row_that_may_choose_nothing_is_reported(options: SamplingOptions) -> 
 
 
 def test_random_numbers_are_the_same_everywhere() -> None:
-    """Written by splitmix64's definition, step by step, with the arithmetic of uint64."""
+    """The expected values follow splitmix64's definition, step by step, in uint64."""
 
     def mixed(state: int) -> int:
         with np.errstate(over="ignore"):

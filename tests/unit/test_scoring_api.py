@@ -57,7 +57,7 @@ def test_a_prompt_is_scored_without_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_short_answer_is_never_taken_for_the_prompt(tmp_path: Path) -> None:
-    """lm-eval asks for one token and leaves out the last one that it is told, also where that token ends the answer."""
+    """lm-eval asks for one token and drops the last one of the response, even if that token ends the answer."""
     told = choice(post(FakeGenerator(tmp_path, ""), COMPLETIONS, prompt="ab", echo=True, logprobs=1, max_tokens=1))
     assert told["logprobs"]["tokens"] == ["a", "b", "<|end|>"]
     assert told["text"] == "ab"
@@ -106,7 +106,7 @@ def test_prompt_logprobs_are_not_streamed(tmp_path: Path, path: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
-# Tokens in vLLM's form
+# Tokens in vLLM's form.
 
 
 def client_of(model: Any) -> TestClient:
@@ -134,7 +134,7 @@ def test_a_conversation_is_counted_as_a_chat_is(tmp_path: Path) -> None:
 
 
 def test_tokenize_tells_tei_s_form_from_vllm_s(minilm: Path, tmp_path: Path) -> None:
-    """TEI's has `inputs`; its `prompt` is what stands before each of them."""
+    """TEI's form has `inputs`, and its `prompt` is the text before each input."""
     folder = load_model_config(minilm)
     model = FakeGenerator(tmp_path, "x")
     model.tokenizer = Tokenizer.load(minilm, folder)  # type: ignore[assignment]
@@ -182,7 +182,7 @@ def test_the_document_has_the_statuses_of_detokenize() -> None:
     assert documented == {200, 401, 429} | {status for status, _ in DETOKENIZE}
 
 
-# Decisions
+# Decisions.
 
 DECISIONS = "/v1/decisions"
 TICKET = "I was charged twice."
@@ -197,7 +197,7 @@ SCORE = {"type": "score", "name": "urgency", "instructions": "How urgent?", "lev
 
 
 def decide(served: FakeGenerator, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-    """The response about these questions, with room for them in the context."""
+    """The response to these questions. The context is long enough for them."""
     served.info = replace(served.info, max_input_length=8000)
     body = {"input": TICKET, "questions": [PREDICATE]} | fields
     return post(served, DECISIONS, headers, raw=body.pop("raw", None) or json.dumps(body).encode())
@@ -257,7 +257,7 @@ def test_every_kind_of_question_is_answered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("state", "num_first"), [("x" * 121, 2), ("x" * 122, 1)])
 def test_a_state_of_a_page_is_computed_before_the_other_questions(tmp_path: Path, state: str, num_first: int) -> None:
-    """The beginning is `<user>`, the state, and what the introductions have in common: none."""
+    """The common prefix is `<user>` and the state. The introductions of the questions share no token."""
     model = FakeGenerator(tmp_path, "x")
     submitted: list[int] = []
     submit = model.submit

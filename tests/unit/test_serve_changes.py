@@ -1,4 +1,4 @@
-"""The changes of a deployment: another number of replicas replaces none, and every replacement is listed before."""
+"""The changes of a deployment: another number of replicas replaces none, and every replacement is listed beforehand."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def config(nodes: Sequence[Node] = NODES, gateways: int = 2, port: int = 8000, *
 
 
 def versions(content: dict[str, Any]) -> dict[str, Any]:
-    """The values that Ray compares: it replaces an application with another version, and a deployment with other options."""
+    """The values that Ray compares. It replaces an application if its version differs, and a deployment if its options differ."""
     applications = ServeDeploySchema.model_validate(content).applications
     return {
         each.name: (get_app_code_version(each), [(d.ray_actor_options, d.max_replicas_per_node) for d in each.deployments])
@@ -44,7 +44,7 @@ def versions(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_serve_tells_a_config_as_it_was_given() -> None:
-    """`emberforge apply` compares the plan with what Serve tells."""
+    """`emberforge apply` compares the plan with the config that Serve reports."""
     content = config(min_replicas=0, aliases=["l"])
     applications = ServeDeploySchema.model_validate(content).applications
     told = {each.name: {"deployed_app_config": each.model_dump(exclude_unset=True)} for each in applications}
@@ -58,7 +58,7 @@ def test_serve_tells_a_config_as_it_was_given() -> None:
 
 @pytest.mark.slow
 def test_planning_imports_no_ray() -> None:
-    """`plan --live` writes a config after it has asked the cluster. Ray reads its token at import, so it may not come first."""
+    """`plan --live` asks the cluster before it writes a config. Ray reads its token at import, so planning may not import Ray."""
     code = "import sys, cluster.serve_config, cluster.serve_changes, cluster.node_live; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

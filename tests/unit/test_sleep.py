@@ -1,4 +1,4 @@
-"""Sleeping: what lies in blocks, what comes back, and what happens without memory. Stand-ins have the memory of GPUs."""
+"""Sleeping: the tensors in blocks, their return, and a lack of memory. Stand-ins take the place of a GPU's memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +22,9 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """A block without a GPU. Its content is NaN after it has lost its memory."""
+    """A block of a GPU's memory, on the CPU. Its content is NaN after its memory was given back."""
 
-    room = 1 << 40  # bytes that all blocks together may have
+    room = 1 << 40  # the most bytes of all blocks together
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = self.size = num_bytes
@@ -121,7 +121,7 @@ def sleepy(engine: Engine) -> Engine:
     """The engine with its weights in blocks, as `Engine.load(sleeps=True)` makes one on a GPU."""
     sleeper = Sleeper(StandIn, least_bytes=1)
     with torch.inference_mode():
-        sleeper.adopt(each for each in tensors_of(engine.network) if not each.is_mkldnn)  # which only CPUs have
+        sleeper.adopt(each for each in tensors_of(engine.network) if not each.is_mkldnn)  # only CPUs have such tensors
     engine._sleeper = sleeper
     return engine
 
@@ -133,7 +133,7 @@ def test_an_engine_wakes_up_for_a_pass(tiny: Callable[..., Path], family: str) -
     expected = engine.embed(texts)
     assert engine.sleep()
     assert engine.asleep
-    assert engine.sleep(), "it sleeps already"
+    assert engine.sleep(), "a second call finds it asleep"
     np.testing.assert_array_equal(engine.embed(texts), expected)
     assert not engine.asleep
 

@@ -1,4 +1,4 @@
-"""The stages of a model on several devices: the sum of their bytes is the model's, and memory and speed decide their layers."""
+"""The stages of a model on several devices: their bytes add up to the model's, and memory and speed decide their layers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ def config_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Stand-ins with memory for so many bytes beside passes, and a rate for each; equal rates are equal cards."""
+    """Stand-in GPUs. Each has a number of bytes beside passes and a rate. Cards of equal rates are of one kind."""
 
     def make(room: list[int], rates: list[float]) -> None:
         monkeypatch.setattr(stages, "pass_bytes", lambda *_: 0)
@@ -127,7 +127,7 @@ def test_a_gpu_and_a_cpu_do_not_share_a_model(config_of: Callable[..., ModelConf
 
 @pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm", "mistral_lm"])
 def test_a_layer_and_the_head_are_measured_alone(config_of: Callable[..., ModelConfig], kind: str) -> None:
-    """With a stand-in clock, on a CPU: what is measured takes the hidden states of a decode step."""
+    """Runs on a CPU with a stand-in clock. The measured layer and head take the hidden states of a decode step."""
     config, results = config_of(kind), list[torch.Tensor]()
 
     def seconds_of(call: Call) -> float:

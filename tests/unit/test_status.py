@@ -1,4 +1,4 @@
-"""The status of a cluster from plain data: two tables that mark unknown values, and the same as JSON."""
+"""The status of a cluster from plain data: two tables that mark unknown values, and the same values as JSON."""
 
 import http.server
 import json
@@ -119,7 +119,7 @@ GATEWAY = {"status": "RUNNING", "route_prefix": "/", "deployments": {"Gateway": 
 
 
 def details(host: str = "0.0.0.0", **applications: Any) -> dict[str, Any]:
-    """The details of Serve's controller, with only the parts that the code reads."""
+    """The details that Serve's controller gives, with only the parts that the code reads."""
     proxies = {"1": {"node_ip": "10.0.0.1", "status": "HEALTHY"}, "2": {"node_ip": "10.0.0.2", "status": "DRAINING"}}
     return {"http_options": {"host": host, "port": 8000}, "proxies": proxies, "applications": applications}
 
@@ -127,7 +127,7 @@ def details(host: str = "0.0.0.0", **applications: Any) -> dict[str, Any]:
 def test_pools_as_the_gateway_tells_them() -> None:
     said = details(gateway=GATEWAY, **{"mini.a": POOL_APPLICATION})
     assert gateway_pools([ENTRY], said) == (PoolState("mini.a", "mini", "cpu-2c-24g-amd64", "asleep", 0, 5, 7, 0, 0.5),)
-    assert gateway_pools([ENTRY], details(gateway=GATEWAY))[0].max_replicas == 0  # a pool that was just removed
+    assert gateway_pools([ENTRY], details(gateway=GATEWAY))[0].max_replicas == 0  # the pool was just removed
 
 
 def test_pools_as_serve_tells_them_without_a_gateway() -> None:
@@ -147,7 +147,7 @@ def test_the_gateway_answers_on_the_nodes_whose_proxy_is_well() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Where something answers GET /v1/models as a gateway does."""
+    """The port of a server that answers GET /v1/models as a gateway does."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -168,7 +168,7 @@ def port() -> Iterator[int]:
 
 
 def test_the_load_is_the_gateways_where_it_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing of the cluster goes through it
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # requests to the cluster must not use this proxy
     said = details("127.0.0.1", gateway=GATEWAY, pool=POOL_APPLICATION)
     said["http_options"]["port"] = port
     pools, source, problems = status_module._pools(said)

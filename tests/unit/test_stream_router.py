@@ -53,7 +53,7 @@ def test_pages_are_held_without_a_gap_until_an_older_one_is_missed() -> None:
     prefixes.learn(first[:2], "b")
     assert prefixes.held((*first, 5)) == {"a": 4, "b": 2}
     prefixes.learn(second, "a")
-    prefixes.missed(first[0], "a", sent_at=0)  # sent before the page was learnt: proves nothing
+    prefixes.missed(first[0], "a", sent_at=0)  # the request was sent before the page was known, so its miss proves nothing
     assert prefixes.held(first)["a"] == 4
     prefixes.missed(first[0], "a", sent_at=prefixes.time)
     assert (prefixes.held(first), prefixes.held(second)) == ({"b": 2}, {"a": 4})

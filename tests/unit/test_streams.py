@@ -35,7 +35,7 @@ BROKEN = 999  # the pass of this token fails
 
 
 def next_token(ids: Sequence[int]) -> int:
-    """Depends on all tokens and their order. 0 ends an answer."""
+    """The next token, which depends on all tokens and their order. 0 ends an answer."""
     value = 17
     for each in ids:
         value = (value * 31 + each) % 10_007
@@ -43,7 +43,7 @@ def next_token(ids: Sequence[int]) -> int:
 
 
 def vector_of(ids: Sequence[int]) -> list[float]:
-    """Depends on all tokens and their order."""
+    """A vector that depends on all tokens and their order."""
     return [float(np.float32(sum(each * 7**at for at, each in enumerate(ids)) % 65_537))]
 
 
@@ -55,7 +55,7 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
 
 
 def pieces_of(together: CohortPass, page_size: int = PAGE_SIZE) -> list[Piece]:
-    """The same pass, stream by stream."""
+    """The pieces of the same pass, one for each stream."""
     pages = np.split(together.pages, np.cumsum(together.num_pages)[:-1])
     numbers = np.ascontiguousarray(together.choices[:, 4:6]).view(np.uint64)[:, 0] * 2.0**-64
     assert (together.choices[:, 6] == [each[at // page_size] for each, at in zip(pages, together.starts, strict=True)]).all()
@@ -82,9 +82,9 @@ class Device:
         self.speculation_rows = 64 if num_stages == 1 else 0
         most = 64 if passes_in_flight > 1 and num_stages == 1 else 0
         self.cohort_size = most if cohort_size is None else min(most, cohort_size)
-        self.last: dict[int, int] = {}  # by the id that names the token
+        self.last: dict[int, int] = {}  # the token, by the id of its unknown place
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
-        self.most_tokens = most_tokens  # of a pass; more are out of memory
+        self.most_tokens = most_tokens  # the most tokens of a pass; a larger pass is out of memory
         self.passes: list[list[int]] = []  # the tokens of each piece
 
     def launch(
@@ -130,7 +130,7 @@ def stream(
     ahead: bool = True,
     owner: str = "",
 ) -> Stream:
-    """`ahead`: each token can be chosen before the host knows the last one."""
+    """`ahead`: the device can choose each token before the host knows the one before it."""
     options = SamplingOptions(max_tokens=most, stop_ids=(0,), presence_penalty=0.0 if ahead else 1.0)
     return Stream(np.array(prompt, dtype=np.int32), options, 0, priority=priority, deadline=deadline, owner=owner)
 
@@ -176,7 +176,7 @@ def test_every_answer_is_what_its_prompt_gives(
     num_stages: int,
     cohort_size: int,
 ) -> None:
-    """Also with few pages, so that streams wait and give up pages, with small budgets, out of memory, and shared prefixes."""
+    """The cases include few pages (streams wait and give up pages), small budgets, too large passes, and shared prefixes."""
     device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages, cohort_size)
     streams = [stream(prompt, most, priority, ahead=ahead, owner=owner) for prompt, most, priority, ahead, owner in asked]
     requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
@@ -225,7 +225,7 @@ def test_whoever_leaves_gives_the_pages_back_at_once(
 @pytest.mark.parametrize("num_streams", [2, 3, 6, 7])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_pipeline_waits_for_no_pass_but_that_of_the_same_group(num_streams: int, num_stages: int) -> None:
-    """A pass that foresees a token of one of the passes just before it could not begin before that pass has ended."""
+    """Consecutive passes are of different groups. A pass with a token that an earlier pass chooses has to wait for that pass."""
     device = Device(40, passes_in_flight=num_stages + 1, num_stages=num_stages)
     passes = Passes(device, 100)
     groups: list[set[Any]] = []
@@ -285,14 +285,14 @@ def test_a_stream_that_is_left_between_schedule_and_launch_harms_nobody() -> Non
 
 
 def test_a_stream_that_is_left_while_its_piece_is_made_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages are gone in the middle of `Stream.piece`."""
+    """The stream loses its pages during `Stream.piece`."""
     device = Device(20, passes_in_flight=2)
     passes = Passes(device, 100)
     left, stays = stream([1] * 6), stream([2] * 6)
     for each in (left, stays):
         passes.scheduler.add(each)
     in_flight = list(passes.launch(passes.schedule()))
-    slices, draw = passes.schedule(), module.uniform  # the tokens of these slices are foreseen
+    slices, draw = passes.schedule(), module.uniform  # the tokens of these slices are not known yet
     monkeypatch.setattr(module, "uniform", lambda seed, index: (left.future.cancel() and 0.0) or draw(seed, index))
     in_flight += passes.launch(slices)
     for launched in in_flight:
@@ -359,13 +359,13 @@ def test_equal_sequences_of_a_pass_are_computed_once() -> None:
     assert (vectors(one), vectors(other)) == ([vector_of([1] * 6), vector_of([2] * 6)], [vector_of([2] * 6)] * 2)
     device.pages.check_integrity()
     assert device.pages.num_free == 100
-    Passes(device, 100).run([again := request([2] * 8)])  # the page that is kept is one that was computed
+    Passes(device, 100).run([again := request([2] * 8)])  # the kept page is one that was computed
     assert device.passes[1] == [4]
     assert vectors(again) == [vector_of([2] * 8)]
 
 
 def test_streams_under_way_keep_their_pages_beside_sequences_to_embed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams grow to 4 of 9 pages each. Sequences of 1 to 3 pages get what is left beside one page for each stream."""
+    """Two streams grow to 4 of 9 pages each. Each stream has one more page in reserve. Sequences of 1 to 3 pages get the rest."""
     preempted = preemptions(monkeypatch)
     device, taken = Device(9, passes_in_flight=2), list[int]()
     streams = [stream([first], 14) for first in (3, 4)]
@@ -425,7 +425,7 @@ def test_a_stream_of_this_pass_gives_its_pages_up_after_it() -> None:
     streams.run_ahead(slices)
     assert ([part.request for part in slices], preempted) == ([first, last], [])
     last.accept(Token(9))
-    assert streams.advance(last)  # to be queued again
+    assert streams.advance(last)  # the stream is to be queued again
     assert not last.pages
     assert other in [part.request for part in streams.schedule(9)[0]]
     assert len(other.pages) == 2
@@ -557,7 +557,7 @@ def test_a_stream_runs_ahead_of_what_the_host_knows() -> None:
 
 
 def test_a_stream_gives_its_pages_up_after_the_pass_under_way() -> None:
-    """Two streams fill all pages and run ahead. One has to leave; its token under way is not lost and not computed twice."""
+    """Two streams fill all pages and run ahead. One has to leave. Its token under way is neither lost nor computed twice."""
     device = Device(6, passes_in_flight=2)
     streams = [stream([first] * 11, 12) for first in (1, 2)]
     passes = Passes(device, 100)
@@ -569,7 +569,7 @@ def test_a_stream_gives_its_pages_up_after_the_pass_under_way() -> None:
 
 
 class Interrupting(Future[Any]):
-    """Calls a function in the midst of whatever asks for the `when`-th time whether this is done."""
+    """Calls a function at the `when`-th call of `done()`, so in the middle of the caller's work."""
 
     def __init__(self, when: int, call: Callable[[], None]) -> None:
         super().__init__()
@@ -616,7 +616,7 @@ def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
 
 
 class LateDevice(Device):
-    """A pass ends when a test says so, as on a GPU: after its launch has returned."""
+    """A pass ends when the test says so. As on a GPU, that is after its launch has returned."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages, passes_in_flight=2)
@@ -654,7 +654,7 @@ class AwaitedFlight(LateFlight):
 
 
 def test_a_delivery_wakes_the_thread_that_schedules() -> None:
-    """A stream that does not run ahead is work for the next pass only when its token is delivered."""
+    """A stream that does not run ahead joins the next pass only after its token is delivered."""
     device = Device(20, passes_in_flight=2)
     loop, plain = EngineLoop(device, 16), device.launch
     changed: Any = loop._changed
@@ -673,7 +673,7 @@ def test_a_delivery_wakes_the_thread_that_schedules() -> None:
 
 
 def test_passes_are_launched_and_delivered_in_turn() -> None:
-    """Otherwise a launch would wait for the interpreter at each of its operations."""
+    """Without turns a launch would wait for the interpreter at each of its operations."""
     device, busy, overlaps = Device(40, passes_in_flight=2), threading.Lock(), list[str]()
     loop, plain = EngineLoop(device, 64), device.launch
 
@@ -681,7 +681,7 @@ def test_passes_are_launched_and_delivered_in_turn() -> None:
         if not busy.acquire(blocking=False):
             overlaps.append(what)
             return
-        time.sleep(0.0005)  # gives the interpreter to the other thread
+        time.sleep(0.0005)  # the sleep gives the interpreter to the other thread
         busy.release()
 
     def launch(*arguments: Any) -> Finished:
@@ -702,7 +702,7 @@ def test_passes_are_launched_and_delivered_in_turn() -> None:
 
 
 def test_passes_are_delivered_in_order_although_a_later_one_has_ended_at_its_launch() -> None:
-    """The thread that delivers is held up in the first pass, and a second pass is launched meanwhile."""
+    """The delivering thread is delayed in the first pass. Meanwhile a second pass is launched."""
     device, second = Device(20, passes_in_flight=2), threading.Event()
     loop, plain, launched = EngineLoop(device, 16), device.launch, list[AwaitedFlight]()
 
@@ -730,7 +730,7 @@ def test_a_stream_whose_pass_outlives_the_loop_hears_the_end(ahead: bool) -> Non
     assert device.launched.wait(5)
     stopping = threading.Thread(target=loop.stop)
     stopping.start()
-    while loop._thread.is_alive():  # the thread that launches has told whoever waits; this stream is still in a pass
+    while loop._thread.is_alive():  # the launching thread has failed the waiting streams; this stream is still in a pass
         time.sleep(0.001)
     assert last.future.done() == ahead  # a stream that runs ahead waits for its next pass at the same time
     device.ends.set()

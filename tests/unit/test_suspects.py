@@ -54,13 +54,13 @@ def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> No
     suspects = Suspects(clock)
     sent_at = suspects.now()
     clock.now += 1
-    assert suspects.died(7, "a", sent_at) is not None  # it was there when the replica died
+    assert suspects.died(7, "a", sent_at) is not None  # the request was at the replica when it died
     assert suspects.died(8, "a", sent_at) is not None
     clock.now += 1
     for replica in ("a", "b"):
         suspects.died(7, replica, sent_at)
     clock.now += 1
-    for replica in ("a", "b"):  # sent by a router that did not know of the deaths yet
+    for replica in ("a", "b"):  # the router that sent it did not know of the deaths yet
         assert suspects.died(8, replica, sent_at=suspects.now()) is None
         assert suspects.died(9, replica, sent_at=suspects.now()) is None
     with pytest.raises(Quarantined):
@@ -75,7 +75,7 @@ def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> No
     ("losses", "error"),
     [
         (["a", "b"], Quarantined),
-        (["", ""], Unhealthy),  # nobody knows how these replicas ended
+        (["", ""], Unhealthy),  # the reason for the end of these replicas is unknown
         (["a", "known"], None),
         (["known", "known"], None),
         (["known", "known", "known"], Unhealthy),
@@ -110,7 +110,7 @@ def test_two_deaths_are_refused_for_a_while() -> None:
     clock = Clock()
     suspects = Suspects(clock)
     suspects.died(7, "a")
-    suspects.died(7, "a")  # the same death, heard of twice
+    suspects.died(7, "a")  # the same death is reported twice
     suspects.check(7)
     clock.now += 10
     suspects.died(7, "b")
@@ -139,7 +139,7 @@ def test_an_answer_clears_a_suspect_for_good() -> None:
 
 
 def test_an_answer_clears_a_request_that_became_a_suspect_while_it_ran() -> None:
-    """Equal requests were at two replicas. One of the replicas dies, and the other one answers."""
+    """Equal requests are at two replicas. One replica dies, and the other one answers."""
 
     async def scenario() -> None:
         suspects, in_flight = Suspects(), InFlight(None, "b")
@@ -163,7 +163,7 @@ def test_an_answer_clears_a_request_that_became_a_suspect_while_it_ran() -> None
         assert not in_flight.knows([7, 8, 9])
         assert [death.fingerprint for death in suspects.deaths] == [8, 9]
         assert in_flight.suspects.deaths == []
-        in_flight.suspects.learn([Death(9, "a", in_flight.suspects.now())])  # another process tells of it again
+        in_flight.suspects.learn([Death(9, "a", in_flight.suspects.now())])  # another process reports it again
         assert in_flight.suspects.deaths == []
 
     asyncio.run(scenario())
@@ -304,7 +304,7 @@ def test_a_journal_tells_what_was_in_flight_at_a_death(tmp_path: Path, dying: "s
     assert not own.suspects.deaths
     os.kill(dying.pid, signal.SIGKILL)
     dying.wait()
-    assert own.knows([6])  # no new look at the folder is needed
+    assert own.knows([6])  # this needs no new look at the folder
     assert [death[:2] for death in own.suspects.deaths] == [(6, "dead"), (7, "dead")]
     later = InFlight(tmp_path, "later")
     later.look()

@@ -94,7 +94,7 @@ def test_probabilities_are_softmax_or_sigmoid() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_probabilities_of_logits_of_any_size() -> None:
-    """TEI shifts by the logit of largest absolute value: exp overflows for [-100, 5]."""
+    """TEI subtracts the logit of largest absolute value, so exp overflows for [-100, 5]. Ours must not."""
     rows = np.array([[-100, 5], [3e38, -3e38], [-3e38, -3e38], [1000, 1000]], dtype=np.float32)
     np.testing.assert_allclose(scores.probabilities(rows), [[0, 1], [1, 0], [0.5, 0.5], [0.5, 0.5]], atol=1e-7)
     np.testing.assert_allclose(scores.probabilities(np.array([[-3e38], [3e38], [0]], dtype=np.float32))[:, 0], [0, 1, 0.5])
@@ -224,7 +224,7 @@ def test_headers_count_query_and_texts(serve: Serve) -> None:
     assert int(headers["x-compute-characters"]) == 5 * len(TEXTS) + sum(map(len, TEXTS))
 
 
-# Models of another task say so, in TEI's words.
+# Models of another task refuse a request in TEI's words.
 
 
 @pytest.mark.parametrize("path", ["/embed", "/embed_all", "/embed_sparse", "/embed_hybrid"])
@@ -269,7 +269,7 @@ def test_embed_sparse(serve: Serve, kind: str) -> None:
     ids = served.model.tokenizer.encode(["one", "and two"], EncodeOptions())
     assert served.post("/embed_sparse", inputs=["one", "and two"]) == [as_sparse(each) for each in ids]
     assert served.post("/embed_sparse", inputs="one") == [as_sparse(ids[0])]
-    assert not any(asked.pooled for asked in served.model.asked), "nobody reads the pooled vectors"
+    assert not any(asked.pooled for asked in served.model.asked), "the answer has no pooled vectors"
 
 
 @pytest.mark.parametrize("wanted", [None, ["dense"], ["sparse", "colbert"], ["colbert", "dense"]])
@@ -419,7 +419,7 @@ def test_chunks_cover_the_text(tokenizer: Tokenizer, size: int, overlap: int) ->
     assert all(stop - start == size for start, stop in spans[:-1])
     assert spans[-1][1] - spans[-1][0] <= size
     assert all(later[0] == sooner[1] - overlap for sooner, later in itertools.pairwise(spans))
-    assert len({stop for _, stop in spans}) == len(spans), "each chunk says something new"
+    assert len({stop for _, stop in spans}) == len(spans), "no chunk is a part of another one"
     whole = tokenizer.tokens([LONG], False, EncodeOptions())[0]  # offsets in bytes
     for (start, stop), (first, end) in zip(spans, chunked.offsets, strict=True):
         assert len(LONG[:first].encode()) == whole[start].start
@@ -451,7 +451,7 @@ def test_chunks_of_a_text_over_the_limit(tokenizer: Tokenizer, direction: Any) -
 
 
 def test_offsets_are_of_the_text_as_it_was_sent(tokenizer: Tokenizer) -> None:
-    """Lower case may be longer than what it is of: "İ" becomes two characters."""
+    """Lower case may be longer than the original text: "İ" becomes two characters."""
     lower = Tokenizer(tokenizer._tokenizer, replace(tokenizer._config, lower_case=True))
     text = "İİİ İstanbul WORDS"
     chunked = lower.chunk(0, text, 1, 0, 1000, None)
@@ -514,7 +514,7 @@ def test_a_text_without_tokens_is_one_chunk(serve: Serve, pooling: str) -> None:
 
 
 def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer) -> None:
-    """tokenizers builds a new object at each access. A window at each start of a long text would take gigabytes."""
+    """`tokenizers` makes a new object at each access. Windows from each start of a long text would take gigabytes."""
     text = "word " * 100_000
     chunked = tokenizer.chunk(0, text, 50_000, 49_900, 1000, None)
     assert len(chunked.offsets) == 501

@@ -51,7 +51,7 @@ def test_others_variables_mean_nothing_unless_the_model_is_named_teis_way() -> N
     assert settings_of({"models": ["org/x"]}, env | {"MODEL_ID": ""}) == Settings(models=("org/x",))
     given = tei.translate({"models": ["org/x"]}, env)
     assert given.environment == {}
-    assert [note.partition(" ")[0] for note in given.notes] == ["API_KEY"]  # a server meant to be locked must not open silently
+    assert [note.partition(" ")[0] for note in given.notes] == ["API_KEY"]  # a server with a key must not silently open
 
 
 def test_ours_win_over_teis_variables_and_flags_over_all(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
 
 
 class Gate:
-    """A stand-in for the engine that waits until it is let through; no two vectors are alike, not even of one text."""
+    """A stand-in for the engine that waits until the test opens it. No two vectors are equal, not even those of one text."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
     cohort_size = 0
@@ -58,7 +58,7 @@ class Gate:
     def __init__(self) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
         self.open.set()
-        self.lengths: list[int] = []  # of what was computed, in order
+        self.lengths: list[int] = []  # the lengths of the computed sequences, in order
         self._rows = 0
 
     def launch(
@@ -76,7 +76,7 @@ class Gate:
 
 @dataclass
 class Replica:
-    """The API over one model, its engine in the test's hand."""
+    """The API over one model whose engine the test controls."""
 
     gate: Gate
     loop: EngineLoop
@@ -173,7 +173,7 @@ def test_what_headers_say() -> None:
     assert read(x_priority=" interactive ") == DEFAULT_QOS
     assert read(x_request_deadline_ms="250") == Qos(deadline_s=0.25)
     assert read(x_request_deadline_ms="0.5") == Qos(deadline_s=0.0005)
-    assert read(x_request_deadline_ms="9" * 400) == Qos(deadline_s=60.0)  # the server's own deadline stands
+    assert read(x_request_deadline_ms="9" * 400) == Qos(deadline_s=60.0)  # the server's own deadline is shorter
     assert read(cache_control="max-age=0, No-Store") == Qos(store=False)
     assert read(cache_control="no-cache") == DEFAULT_QOS
     assert Qos(deadline_s=2.0).after(0.5) == Qos(deadline_s=1.5)
@@ -275,7 +275,7 @@ def test_what_was_seen_before_is_not_computed_again(made: Made) -> None:
 
     async def scenario(client: httpx.AsyncClient) -> None:
         first = await embed(client, ["one", "two three", "one"])
-        replica.gate.open.clear()  # whatever the engine is busy with
+        replica.gate.open.clear()  # the engine is busy
         again = await embed(client, ["two three", "one", "one"])
         assert again.json() == [first.json()[1], first.json()[0], first.json()[0]]
         assert again.headers["x-compute-tokens"] == "10"
@@ -460,7 +460,7 @@ def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every
         answers = []
         for _ in range(sum(tokens_of_calls)):
             answers.append(asyncio.ensure_future(model.embed(short, EmbedOptions(), DEFAULT_QOS)))
-            for _ in range(10):  # turns
+            for _ in range(10):  # gives other tasks ten turns of the event loop
                 await asyncio.sleep(0)
         handle.may_answer.set()
         async with asyncio.timeout(10):
@@ -523,7 +523,7 @@ def test_a_caller_that_leaves_says_nothing_about_the_replica(pooled: Any) -> Non
             await asyncio.sleep(0)
         load.routed("p0", handle.calls[1][1])
         await work
-        assert replica.failures == 0, "an answer does"
+        assert replica.failures == 0, "an answer resets the count"
 
     asyncio.run(scenario())
 
@@ -547,7 +547,7 @@ def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
         raise RayServeException("the application is gone")
 
     async def two() -> list[Any]:
-        short = [np.arange(1, dtype=np.int32)]  # so that they go together
+        short = [np.arange(1, dtype=np.int32)]  # short enough to leave as one call
         return await asyncio.gather(*(model.embed(short, EmbedOptions(), DEFAULT_QOS) for _ in range(2)), return_exceptions=True)
 
     handle.embed_parcels = SimpleNamespace(remote=refuse)
@@ -556,7 +556,7 @@ def test_what_could_not_be_sent_counts_no_more(pooled: Any) -> None:
 
 
 def test_the_gateway_refuses_what_no_pool_can_do_in_time(pooled: Any) -> None:
-    model, handles = pooled(vectors, vectors, queued=(1_000, 2_000))  # the sooner one is done after 10 s
+    model, handles = pooled(vectors, vectors, queued=(1_000, 2_000))  # the replica with less work is free after 10 s
     with pytest.raises(DeadlineOutOfReach) as refused:
         asyncio.run(model.embed(IDS, EmbedOptions(), Qos(deadline_s=2.0)))
     assert refused.value.predicted_s == pytest.approx(10.1, abs=0.5)
@@ -581,7 +581,7 @@ def test_a_rate_that_no_replica_has_measured_refuses_nothing(pooled: Any) -> Non
 
 
 def test_without_a_deadline_a_sleeping_pool_is_waited_for(pooled: Any) -> None:
-    model, (handle,) = pooled(vectors, awake=False, timeout_s=2.0)  # how long it takes to start is a guess
+    model, (handle,) = pooled(vectors, awake=False, timeout_s=2.0)  # the time of its start is a guess
     asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
     assert len(handle.calls) == 1
 

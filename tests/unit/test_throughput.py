@@ -25,12 +25,12 @@ def card(name: str) -> Node:
 
 
 H200, GB10, RTX_5080 = map(card, ("NVIDIA H200", "NVIDIA GB10", "NVIDIA GeForce RTX 5080"))
-# As published, or as others measured: dense bf16 TFLOP/s with fp32 accumulation, GB/s of memory.
+# Published, or measured by others: dense bf16 TFLOP/s with fp32 accumulation, GB/s of memory.
 PUBLISHED = {"NVIDIA GB10": (92, 273), "NVIDIA GeForce RTX 5080": (112.6, 960)}
 
 
 def test_the_table_is_what_the_engine_was_measured_at() -> None:
-    """If it fails: python -m loadtests.predict."""
+    """If this test fails, run python -m loadtests.predict."""
     assert table() == table_of(json.loads((RESULTS / "engine.json").read_text()))
 
 
@@ -83,7 +83,7 @@ def test_what_the_table_says_nothing_of_is_estimated(node: Node) -> None:
 @pytest.mark.parametrize("row", table().rows, ids=lambda row: f"{row.model} {row.dtype}")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_predictions_lie_where_products_put_them(row: Measured, name: str) -> None:
-    """At most what the card could do at its peak with nothing but products, at least what it could at half of that."""
+    """A prediction is between the full and the half rate of the card's peak with nothing but matrix products."""
     tflops, _ = PUBLISHED[name]
     bits8 = 1 if row.dtype == "bfloat16" else 2
     peak = bits8 * tflops * 1e12 / (2 * body_parameters(CATALOGUE[row.model]))
@@ -94,10 +94,10 @@ def test_predictions_lie_where_products_put_them(row: Measured, name: str) -> No
 
 
 def test_each_part_is_stretched_by_what_bounds_it() -> None:
-    """1,000 tokens took 1 s: 0.1 s of waiting, and of 0.9 s of work 60, 20, 10 and 10 % for the rest."""
+    """1,000 tokens took 1 s, of which 0.1 s was idle. Products, attention, memory, the rest took 60, 20, 10 and 10 % of 0.9 s."""
     row = Measured("m", "bfloat16", 1000.0, busy=0.9, gemm=0.6, attention=0.2, elementwise=0.1, gemm_flops=400e12)
     there, here = Speed(500e12, 4e12, mma_sync=0.5, wgmma=True), Speed(100e12, 1e12)
-    # Products take 4 times as long, mma.sync at 200 and then 100 TFLOP/s twice, memory 4 times; the rest stays.
+    # Products take 4 times as long, attention by mma.sync twice (200, then 100 TFLOP/s), memory 4 times. The rest stays.
     seconds = 0.1 + 0.9 * (0.6 * 4 + 0.2 * 2 + 0.1 * 4 + 0.1)
     assert predicted_tokens_per_s(row, there, here) == pytest.approx(1000 / seconds)
     on_wgmma = 0.1 + 0.9 * (0.6 * 4 + 0.2 * 4 + 0.1 * 4 + 0.1)
@@ -111,7 +111,7 @@ def test_a_slice_of_the_measured_card_is_predicted() -> None:
     rate = tokens_per_s(QWEN3, BF16, card("NVIDIA H200 MIG 1g.18gb"))
     whole = tokens_per_s(QWEN3, BF16, H200)
     assert rate.basis == "predicted"
-    # The slice is predicted from the kind's usual speed, and the whole was measured on one card. Cards of a kind differ by 4 %.
+    # The slice is predicted from the usual speed of its kind. The whole card was measured. Cards of a kind differ by 4 %.
     assert rate.tokens_per_s == pytest.approx(whole.tokens_per_s / 7, rel=0.1)
 
 

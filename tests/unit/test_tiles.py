@@ -13,7 +13,7 @@ depths = st.integers(1, 128)
 
 
 def cut(sizes: list[int], depth: int) -> list[tuple[int, int]]:
-    """In the order of their tokens."""
+    """The tiles as (first token, end), in the order of their tokens."""
     return sorted((first, end) for first, end in attention_tiles(sizes, depth).tolist())
 
 
@@ -75,7 +75,7 @@ def test_a_causal_sequences_end_comes_first_and_its_tiles_stay_together() -> Non
     assert tiles[4:] == [[559, 607], [256, 303], [128, 256], [0, 128], [431, 559], [303, 431]]
 
 
-# Tokens of a chunk, the position of its first token, and where its page list begins.
+# A chunk's number of tokens, the position of its first token, and the start of its page list.
 chunks = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1000), st.integers(0, 99)), min_size=1, max_size=20)
 
 

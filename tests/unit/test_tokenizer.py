@@ -1,4 +1,4 @@
-"""The tokenizer wrapper: the model's own ids, truncation on the requested side, prompts, and that requests do not change it."""
+"""The tokenizer wrapper: the model's own ids, truncation on the requested side, prompts, and no change of state by requests."""
 
 import json
 import shutil
@@ -49,9 +49,9 @@ def test_special_tokens_of_both_families(tiny: Callable[..., Path]) -> None:
     ("kind", "config", "expected"),
     [
         ("bert", {"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}, [2, 5, 3, 4]),
-        ("bert", {"tokenizer_class": "LlamaTokenizer", "eos_token": {"content": "[SEP]"}}, [2, 5, 3]),  # it is there already
+        ("bert", {"tokenizer_class": "LlamaTokenizer", "eos_token": {"content": "[SEP]"}}, [2, 5, 3]),  # the template has it
         ("qwen3", {"auto_map": {"AutoTokenizer": []}, "eos_token": "[SEP]"}, [5, 4, 3]),
-        ("qwen3", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "[SEP]"}, [5, 4]),  # it does not heed the key
+        ("qwen3", {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "[SEP]"}, [5, 4]),  # this class ignores the key
         ("qwen3", {"auto_map": {"AutoTokenizer": []}, "eos_token": "[SEP]", "add_eos_token": False}, [5, 4]),
     ],
 )

@@ -17,7 +17,7 @@ from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
-# Tools, calls, results and the reasoning of earlier turns, as Qwen3's template has them; and a switch that opens or closes it.
+# Like Qwen3's template: tools, calls, results, the reasoning of earlier turns, and a switch that opens or closes reasoning.
 CALLS = """\
 {%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor -%}
 {%- for m in messages -%}
@@ -35,7 +35,7 @@ CALLS = """\
     {%- if enable_thinking is defined %}{{ '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}{% endif -%}
 {%- endif -%}
 """
-# As Qwen3-Coder's: no reasoning, calls in XML.
+# Like Qwen3-Coder's template: no reasoning, calls in XML.
 XML_CALLS = """\
 {%- for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% endfor %}<a>
 {%- if tools %}{{ 'Call so: <tool_call>\\n<function=NAME>\\n</function>\\n</tool_call>' }}{% endif -%}
@@ -53,7 +53,7 @@ def model(folder: Path, *answers: str, template: str = CALLS, **options: Any) ->
 
 
 def choice_of(served: FakeGenerator, **fields: Any) -> dict[str, Any]:
-    """The one choice of a response, which is the same in chunks."""
+    """The only choice of a response. A streamed response must give the same choice."""
     answer = post(served, CHAT, **fields)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -96,7 +96,7 @@ def prompt_of(served: FakeGenerator) -> str:
     return bytes(served.streams[-1].prompt.tolist()).decode()
 
 
-# Reasoning
+# Reasoning.
 
 
 def test_the_reasoning_has_both_names(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_the_reasoning_has_both_names(tmp_path: Path) -> None:
 
 def test_the_reasoning_s_tokens_are_counted(tmp_path: Path) -> None:
     usage = post(model(tmp_path, f"{THOUGHT}Hi"), CHAT).json()["usage"]
-    # "<think>" is held back until its last byte, and "</think>" is the reasoning's, too.
+    # "<think>" is held back until its last byte. "</think>" counts as reasoning, too.
     assert usage["completion_tokens_details"] == {"reasoning_tokens": len(">\nhm\n</think>")}
     answer = post(model(tmp_path, f"{THOUGHT}Hi"), CHAT, stream=True, stream_options={"include_usage": True})
     assert json.loads(events(answer.text)[-2])["usage"] == usage
@@ -151,7 +151,7 @@ def test_a_model_that_does_not_think_has_no_reasoning(tmp_path: Path) -> None:
     assert "completion_tokens_details" not in answer["usage"]
 
 
-# Tool calls
+# Tool calls.
 
 
 def test_calls(tmp_path: Path) -> None:
@@ -263,14 +263,14 @@ def test_every_token_has_its_logprobs(tmp_path: Path) -> None:
     assert bytes(byte for entry in whole for byte in entry["bytes"]).decode() == answer
 
 
-# A call that the client wants
+# A call that the client requires.
 
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 def grammar_of(served: FakeGenerator, **fields: Any) -> str:
-    """The grammar's own text, without the schemas."""
+    """The text of the grammar without its schemas."""
     assert post(served, CHAT, tools=TOOLS, **fields).status_code == 200
     grammar = served.streams[-1].options.grammar
     assert grammar is not None
@@ -295,7 +295,7 @@ def test_a_wanted_call_has_a_grammar(tmp_path: Path) -> None:
 
 
 def test_the_grammar_follows_the_prompt(tmp_path: Path) -> None:
-    """The reasoning is free: the prompt has opened it, has closed it, or the model may open it."""
+    """The grammar does not limit reasoning. The prompt has opened it, the prompt has closed it, or the model may open it."""
     served = model(tmp_path, CALL)
     starts = [
         grammar_of(served, tool_choice=NAMED, **fields).split("\n")[0]
@@ -338,7 +338,7 @@ def test_an_answer_that_may_call_calls_or_answers_in_the_form(tmp_path: Path, ch
     assert "weather" not in (alone.streams[0].options.grammar or "")
 
 
-# Messages
+# Messages.
 
 
 def test_a_conversation_with_calls_and_results(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_arguments_of_earlier_calls(tmp_path: Path, arguments: Any, shown: str) 
     assert prompt_of(served) == f'<assistant><tool_call>\n{{"name": "f", "arguments": {shown}}}\n</tool_call><a>'
 
 
-# A client
+# A real client.
 
 
 def with_sdk(served: FakeGenerator, ask: Callable[[openai.AsyncOpenAI], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A client for Ray Serve's updates asks again after a lost connection, where Serve's own one ends."""
+"""A client for Ray Serve's updates asks again after a lost connection. Serve's own client would end."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from cluster.router import DEAF_S, Heard, PoolLoad, Report
 
 
 class Controller:
-    """Gives these answers to the long calls, in turn. The next call waits for ever."""
+    """Gives these answers to long-poll calls, one after another. The next call waits for ever."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.num_calls = list(answers), 0

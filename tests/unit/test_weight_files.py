@@ -1,4 +1,4 @@
-"""PyTorch files instead of safetensors: the same vectors, the same checks of tensors, and no code in them runs."""
+"""PyTorch files instead of safetensors: the vectors and the checks of tensors are the same, and code in the files never runs."""
 
 import json
 import shlex
@@ -132,11 +132,11 @@ def test_the_command_in_the_error_converts(tiny: Tiny, as_pytorch: Callable[...,
     ("content", "message"),
     [
         (b"", "cannot be read as a PyTorch file"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is damaged, or none"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "it is damaged, or is not a PyTorch file"),
         (b"PK\x03\x04 and no more", "cannot be read as a PyTorch file"),
         ([1, 2], "holds a list, expected tensors by name"),
-        ({"a": torch.zeros(2), "epoch": 3}, "epoch is a int that is no plain tensor"),
-        ({"a": torch.eye(3).to_sparse()}, "a is a Tensor that is no plain tensor"),
+        ({"a": torch.zeros(2), "epoch": 3}, "epoch is a int, expected a plain tensor"),
+        ({"a": torch.eye(3).to_sparse()}, "a is a Tensor, expected a plain tensor"),
     ],
 )
 def test_a_file_that_is_none_is_named(tiny: Tiny, tmp_path: Path, content: Any, message: str) -> None:
@@ -150,7 +150,7 @@ def test_a_file_that_is_none_is_named(tiny: Tiny, tmp_path: Path, content: Any, 
 
 
 def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> None:
-    """Root and layer each have their own format, as LaBSE and distiluse do."""
+    """The root folder and the layer's folder may have different formats, as in LaBSE and distiluse."""
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for path, kind in kinds.items()]
@@ -158,7 +158,7 @@ def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> No
     (folder / "2_Dense").mkdir()
     shape = {"in_features": 64, "out_features": 16, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
     (folder / "2_Dense" / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(ModelError, match=r"2_Dense has no model\.safetensors and no pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"2_Dense has no model\.safetensors, no pytorch_model\.bin"):
         Engine.load(folder)
     tensors = {"linear.weight": torch.randn(16, 64), "linear.bias": torch.randn(16)}
     torch.save(tensors, folder / "2_Dense" / "pytorch_model.bin")
@@ -173,7 +173,7 @@ def test_a_dense_layer_may_have_a_pytorch_file(tiny: Tiny, tmp_path: Path) -> No
 def test_weights_go_to_an_integrated_gpu_from_memory_that_is_no_files_mapping(
     integrated: bool, pytorch: bool, tiny: Tiny, as_pytorch: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a tensor lies is seen on the CPU, which takes it as it is."""
+    """The test runs on the CPU, which keeps the tensor in the memory that it was read into."""
     monkeypatch.setattr(weights, "is_integrated", lambda device: integrated)
     folder = as_pytorch("bert") if pytorch else tiny("bert")
     with Checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
@@ -199,7 +199,7 @@ def is_mapped_from(folder: Path, tensor: torch.Tensor) -> bool:
         first, end = (int(bound, 16) for bound in line.split()[0].split("-"))
         if first <= tensor.data_ptr() < end:
             return str(folder.resolve()) in line
-    raise AssertionError("the tensor lies nowhere")
+    raise AssertionError("no mapping contains the tensor")
 
 
 def test_who_waits_for_a_load_hears_how_far_it_is(tiny: Tiny) -> None:

@@ -83,7 +83,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
         await wire.connect()
         try:
             await scenario(replica, wires, wire)
-        finally:  # else a test that fails would wait for ever
+        finally:  # without this a failing test would wait for ever
             replica.go.set()
             wire.close()
             await asyncio.wait_for(wires.close(), 5)
@@ -149,7 +149,7 @@ def test_a_caller_that_leaves_cancels_its_call(run: Run) -> None:
         waiting = asyncio.ensure_future(wire.call([parcel(0)]))
         await until(lambda: replica.begun == [0])
         assert wires.calls_since_last() == 1
-        assert wires.calls_since_last() == 1  # it is under way
+        assert wires.calls_since_last() == 1  # the call is under way
         waiting.cancel()
         await until(lambda: replica.cancelled == [0])
         assert wires.num_open == 0
@@ -205,7 +205,7 @@ def test_a_replica_that_stops_in_order_finishes_its_calls(run: Run) -> None:
 
 
 async def wire_call_in_spite(wire: Wire, sent: Parcel) -> list[Answered]:
-    """A call that was on its way when the replica said that it leaves."""
+    """Send a call that was on its way when the replica announced its end."""
     wire.is_left = False
     try:
         return await wire.call([sent])
@@ -288,14 +288,14 @@ def test_a_replica_that_cannot_be_reached() -> None:
 
 
 class Generates:
-    """A replica whose model is driven by hand, and the connection of a gateway to its pool."""
+    """A replica whose model the test drives, and a gateway's connection to its pool."""
 
     def __init__(self) -> None:
         self.model = ByHand()
         self.channels = Channels(self.model)  # type: ignore[arg-type]
         self.wires = Wires(Replica().answer, "127.0.0.1", self.channels)
         self.pool = PoolConnection(PoolRef(name=uuid4().hex, node_class="cpu", tokens_per_s=1000.0), StreamLoad)
-        self.pool._handle = object()  # type: ignore[assignment]  # nothing goes through Serve
+        self.pool._handle = object()  # type: ignore[assignment]  # no call goes through Serve
         self.reports("it")
 
     def reports(self, *replicas: str) -> None:
@@ -352,7 +352,7 @@ def test_tokens_and_ends_of_streams_arrive(stream: RunStreams) -> None:
         await third.over
         assert third.heard == [Token(9), "pass", Token(10), "pass"]
         assert (len(replica.wires.connections), replica.wires.num_open) == (1, 1)
-        assert replica.wires.calls_since_last() == 1  # else Serve could put the pool to sleep
+        assert replica.wires.calls_since_last() == 1  # without this call Serve could put the pool to sleep
 
     stream(scenario)
 

@@ -1,4 +1,4 @@
-"""The word table gives the ids of the tokenizer, or leaves the text to it."""
+"""The word table gives the tokenizer's ids, or leaves the text to the tokenizer."""
 
 import json
 from pathlib import Path

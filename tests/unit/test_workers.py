@@ -1,4 +1,4 @@
-"""Test workers: the runs that have workers, the files of each worker, and the workers' reports."""
+"""Test workers: which runs have workers, the files of each worker, and the workers' reports."""
 
 import os
 from pathlib import Path
@@ -73,13 +73,13 @@ def test_one_worker_leaves_ray_to_the_others_while_there_are_other_files(pytestc
         "gw0": {files[0]}, "gw1": {files[1]}, "gw2": {files[3]}
     }  # fmt: skip
     last = shared.nodes[2]
-    for index in range(12, 20):  # of the files that it got
+    for index in range(12, 20):  # the tests of its own files
         shared.mark_test_complete(last, index)
     assert [each.split("::")[0] for each in sent["gw2"][::4]] == [files[3], files[4], files[2]], "at last it helps the others"
 
 
 def test_the_number_of_gpu_tests_comes_from_a_worker_to_the_summary(suite: Any) -> None:
-    """Each of two workers collects all tests, so their numbers are not added."""
+    """Each worker collects all tests, so the workers' numbers are not added."""
     lines: list[str] = []
     config = SimpleNamespace(stash=pytest.Stash())
     for _ in range(2):
@@ -87,6 +87,6 @@ def test_the_number_of_gpu_tests_comes_from_a_worker_to_the_summary(suite: Any) 
         worker.stash[suite._NUM_GPU_TESTS] = 4341
         suite.pytest_sessionfinish(session=SimpleNamespace(config=worker), exitstatus=pytest.ExitCode.OK)
         suite.pytest_testnodedown(node=SimpleNamespace(config=config, workeroutput=worker.workeroutput))
-    suite.pytest_testnodedown(node=SimpleNamespace(config=config))  # a worker that crashed
+    suite.pytest_testnodedown(node=SimpleNamespace(config=config))  # this worker crashed
     suite.pytest_terminal_summary(SimpleNamespace(config=config, stats={}, write_line=lines.append))
     assert [line.split(" (")[0] for line in lines] == ["not run: 4,341 GPU tests"]

@@ -23,7 +23,7 @@ __device__ __forceinline__ float gelu_tanh_of(float x) { return x / (1.f + __exp
 template <float (*activation)(float)>
 __device__ __forceinline__ void gated(const u16* __restrict__ gate_up, u16* __restrict__ out, i64 num_rows) {
     overlap();
-    const u32 index = blockIdx.x * THREADS + threadIdx.x;  // of a group of eight values, so 32 bits suffice for 2^35 values
+    const u32 index = blockIdx.x * THREADS + threadIdx.x;  // the index of a group of eight values: 32 bits suffice for 2^35 values
     if (index >= num_rows * (I / 8)) return;
     const i64 row = index / (I / 8);
     const int at = index % (I / 8);

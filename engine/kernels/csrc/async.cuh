@@ -87,8 +87,8 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
 #endif
 #endif
 
-// Waits until the previous kernel has ended. Kernels are launched to overlap: before this call a kernel may do only what does not
-// depend on the previous kernel. Every thread makes this call. Before sm_90 it does nothing.
+// Waits until the previous kernel has ended. Kernels overlap: before this call a kernel may do only work that does not depend on
+// the previous kernel. Every thread makes this call. Before sm_90 it does nothing.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -102,7 +102,7 @@ __device__ __forceinline__ void let_next_begin() {
 #endif
 }
 
-// For a kernel that has no work before it needs the previous kernel's results.
+// For a kernel that needs the previous kernel's results at once.
 __device__ __forceinline__ void overlap() {
     let_next_begin();
     wait_for_previous();

@@ -9,28 +9,28 @@
 //   bounds. z == w is no prefix. Causal and without a window.
 //   PAGED: tiles int4 [n]. The tokens [x, y) belong to one sequence; token t has position t + w in this sequence. Keys and values
 //   of position p lie in row pages[z + p / PAGE] * PAGE + p % PAGE of k and v. `bounds` is not read. Causal.
-//   BIAS: bias float [H, 2 * reach + 1] is added to the score of a key d tokens after the query, from column reach + d,
-//   at most `reach` either way; in units of sqrt(D), as scores are before they are scaled.
+//   BIAS: bias float [H, 2 * reach + 1]. Column reach + d is added to the score of a key d tokens after the query, with d limited
+//   to -reach .. reach. Its unit is that of scores before scaling, so it is multiplied by sqrt(D) beforehand.
 //
 // One block computes a tile of BLOCK_M rows for one key head. A row is (token, query head of the group), so a block loads K and V
 // once for all query heads that share them. A causal tile is only BLOCK_M / GROUP tokens deep, so short texts have far fewer
-// masked-out products. A tile may hold several short sequences; it then walks the keys of all of them, masked.
-// Most blocks of keys need no mask: a comparison of two scalars tells.
+// masked-out products. A tile may hold several short sequences. Then it reads the keys of all of them, with a mask.
+// Most blocks of keys need no mask, which a comparison of two scalars shows.
 //
-// A prefix's keys come first, in blocks of their own. Masked zeros fill the last of these blocks. The softmax continues from the
-// prefix to the tile's own keys. Prefix keys count from `first`, whole blocks before `begin`, so that one loop walks both ranges.
+// A prefix's keys come first, in separate blocks. Masked zeros fill the last of these blocks. The softmax continues from the
+// prefix to the tile's own keys. Prefix keys count from `first`, whole blocks before `begin`, so that one loop reads both ranges.
 //
 // With PAGED, keys are counted by their positions. Blocks begin at multiples of BLOCK_N, which divides PAGE, so no block crosses
 // a page. A tile reads no page beyond those of the positions that its tokens see. Rows behind its last token become zeros.
 //
-// KV8 (with PAGED): k and v are e4m3 and have scales u8 [2, K, S] (cache8.cuh). cp.async brings the codes of a block to a place of
-// their own. Each thread then widens the codes that it has fetched, to the tile that keys and values share.
+// KV8 (with PAGED): k and v are e4m3 and have scales u8 [2, K, S] (cache8.cuh). cp.async copies the codes of a block to a separate
+// place. Then each thread widens the codes that it has fetched, into the tile that keys and values share.
 //
 // FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V
-// fragment read from shared memory feeds M_TILES products; K of the next block is fetched under softmax and P V, V under
+// fragment read from shared memory feeds M_TILES products. K of the next block is fetched during softmax and P V, and V during
 // Q K^T. Two blocks share an SM and fill each other's gaps.
-// The running maximum is raised only when a score outgrows it by 2^8 (a warp votes): rescaling the accumulator is as
-// much work as the softmax itself, and p <= 256 loses nothing in fp32 sums and in 16-bit p.
+// The running maximum is raised only when a score exceeds it by more than 2^8 (a warp votes). Rescaling the accumulator takes as
+// much work as the softmax itself, and p <= 256 loses no precision in fp32 sums and in 16-bit p.
 //
 // Floor: 4 * D * (visible query-key pairs) flops per query head at the mma.sync rate (62 % of wgmma's on Hopper).
 #define D HEAD_DIM
@@ -47,8 +47,8 @@ constexpr float RAISE = 8.f;  // in powers of two
 constexpr int PAGE = 128;     // tokens of a page
 static_assert(PAGE % BLOCK_N == 0, "a block of keys lies within one page");
 
-// The byte offset of chunk `c` of row `r` in a tile in shared memory. Eight rows that ldmatrix reads together lie in eight
-// different 16-byte bank groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
+// The byte offset of chunk `c` of row `r` in a tile in shared memory. Eight rows that ldmatrix reads together are in eight
+// different 16-byte bank groups: by XOR if a row is a multiple of 128 bytes, otherwise by an odd pitch.
 __device__ __forceinline__ u32 place(int r, int c) { return (r * PITCH + 8 * (SWIZZLED ? c ^ (r & 7) : c)) * 2; }
 
 // `at` two chunks further, `steps` times. One XOR with a constant, so that no register holds each step's address.
@@ -68,7 +68,7 @@ __device__ __forceinline__ void ldmatrix_transposed(u32 (&r)[4], u32 address) {
                  : "r"(address));
 }
 
-// A thread copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if a row's chunks are no power of two.
+// A thread copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if the number of a row's chunks is no power of two.
 constexpr u32 lanes_of(int chunks) { return chunks <= 2 ? 2 : chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32; }
 constexpr u32 ROW_LANES = lanes_of(CHUNKS);
 constexpr int ROW_STEP = THREADS / ROW_LANES;
@@ -78,7 +78,7 @@ constexpr u32 KEY_LANES = lanes_of(KEY_CHUNKS);
 constexpr int KEY_STEP = THREADS / KEY_LANES;
 
 // Loads BLOCK_N rows of K or V. `x` is this thread's chunk of its first row. `rows` rows exist from there on; others become zeros.
-// Codes are not swizzled: only the thread that fetches them reads them.
+// Codes are not swizzled, because only the thread that fetches them reads them.
 __device__ __forceinline__ void load_keys(u32 shared, const KV* x, int stride, int rows) {
     const u32 r = threadIdx.x / KEY_LANES, c = threadIdx.x % KEY_LANES;
     if (KEY_LANES != KEY_CHUNKS && c >= KEY_CHUNKS) return;
@@ -153,12 +153,12 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
 #endif
     const int stride = static_cast<int>(kv_stride), left = static_cast<int>(left_), right = static_cast<int>(right_);
 
-    // Keys any row of the tile sees, and those every row sees; both ends grow with the token.
+    // The keys that some row of the tile sees, and those that every row sees. Both ends grow with the token.
 #if PAGED
     constexpr int prefix = 0;
     auto first_key = [&](int token) { return max(0, token + tile.w - left); };
     auto last_key = [&](int token) { return token + tile.w + 1; };
-#elif PREFIX  // causal and without a window: said here, it saves registers
+#elif PREFIX  // causal and without a window: this knowledge saves registers
     const int prefix = tile.w - tile.z;
     auto first_key = [&](int token) { return bounds[token].x; };
     auto last_key = [&](int token) { return token + 1; };
@@ -179,7 +179,7 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
         if (ROW_LANES == CHUNKS || chunk < CHUNKS) copy_async(q_tile + place(r, chunk), row + chunk * 8, valid);
     }
 
-    // Keys from `first` are the prefix's, those from `begin` on the tile's own; a block holds keys of one kind, up to `stop`.
+    // Keys from `first` on belong to the prefix, and those from `begin` on to the tile. A block holds keys of one kind, up to `stop`.
 #if PAGED
     const int first = begin & -BLOCK_N;
 #else
@@ -188,7 +188,7 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
     auto in_prefix = [&](int key) { return PREFIX && key < begin; };
     auto stop = [&](int key) { return in_prefix(key) ? begin - (-prefix & (BLOCK_N - 1)) : end; };
 
-    // This thread's chunk of the next block of keys; the values lie at the same distance everywhere.
+    // This thread's chunk of the next block of keys. The values are always at the same distance from the keys.
     const int key_row = threadIdx.x / KEY_LANES;
     auto chunk_of = [&](int row) {
         return k + (row + key_row) * kv_stride + kv_head * D + threadIdx.x % KEY_LANES * (16 / sizeof(KV));
@@ -216,14 +216,14 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
 #pragma unroll
         for (int h = 0; h < 2; ++h) row_max[m][h] = -1e30f, row_sum[m][h] = 0.f;
 
-    // Where this lane's rows of the first ldmatrix of each tile lie.
+    // The places of this lane's rows of the first ldmatrix of each tile.
     const int warp_row = warp * 16 * M_TILES;
     const u32 q_at = q_tile + place(warp_row + lane % 16, lane / 16);
     const u32 k_at = k_tile + place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     const u32 v_at = v_tile + place(lane % 16, lane / 16);
     for (int key = first; key < end; key += BLOCK_N) {
         copy_wait();
-        __syncthreads();  // K is there, and nobody reads the previous V any more
+        __syncthreads();  // K is there, and no thread reads the previous V any more
         load_keys(v_raw, next + to_values, stride, stop(key) - key - key_row);
         copy_commit();
 #if KV8
@@ -252,7 +252,7 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
         }
 
         copy_wait();
-        __syncthreads();  // V is there, and nobody reads this K any more
+        __syncthreads();  // V is there, and no thread reads this K any more
 #if PAGED
         if (key + BLOCK_N < end) next = chunk_of(row_of(key + BLOCK_N));
 #else
@@ -344,7 +344,7 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     p[m][e] = pack(s[m][2 * n + e / 2][e % 2 * 2], s[m][2 * n + e / 2][e % 2 * 2 + 1]);
-                    row_sum[m][e % 2] += low(p[m][e]) + high(p[m][e]);  // as rounded: so the weights still sum to one
+                    row_sum[m][e % 2] += low(p[m][e]) + high(p[m][e]);  // the rounded weights, so that they still sum to one
                 }
 #pragma unroll
             for (int d = 0; d < D_TILES; d += 2) {
@@ -359,7 +359,7 @@ attention(const u16* __restrict__ q, const KV* __restrict__ k, const KV* __restr
         }
     }
 
-    // Through the warp's own rows of the Q tile, which nobody else reads, so that rows leave in whole 16-byte chunks.
+    // Results go through the warp's own rows of the Q tile, which no other warp reads. So rows are written in whole 16-byte chunks.
     copy_wait();
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)

@@ -2,32 +2,32 @@
 //   q [B, K * GROUP, D] in 16 bits, strided rows. cache [2, S, K, D]: keys, then values. A page is 128 slots.
 //   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
-//   sequence's first part, 0. first == end is padding: the block does nothing. A row of no item is not written.
+//   sequence's first part, 0. first == end is padding: the block does nothing. A row without an item is not written.
 //   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh).
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
 //   with several parts. The counters are 0 before and after.
 //
-// One block computes one item for one key head and up to BLOCK_ROWS query heads of the key head. The memory is the bound, so the
-// bytes in flight decide. Each warp takes every WARPS-th group of 16 keys. A warp has a ring of STAGES groups of K and V in shared
-// memory that no other warp uses, so the warp fills and empties the ring by cp.async without a barrier of the block. Each warp has
-// a running maximum, a sum and a result. The block merges them at the end. The page of a group is read one step before its cp.async.
+// One block computes one item for one key head and up to BLOCK_ROWS query heads of the key head. Memory is the limit, so the
+// bytes in flight decide. Each warp takes every WARPS-th group of 16 keys. A warp has its own ring of STAGES groups of K and V in
+// shared memory, so it fills and empties the ring by cp.async without a barrier of the block. Each warp has a running maximum, a
+// sum and a result. The block merges them at the end. The page of a group is read one step before its cp.async.
 //
 // The products are transposed: S^T = K Q^T and O^T = V^T P^T, on mma.sync m16n8k16. The 16 rows of an mma are keys or columns of V,
 // the 8 columns are query heads. A group of up to 8 query heads thus takes half the registers and products of a 16-row tile.
 // S^T leaves the first product as rows of keys, and the second product takes P^T as columns of keys: movmatrix transposes it.
-// The running maximum is raised only when a score outgrows it by 2^8, as in attention.cu.
+// The running maximum is raised only when a score exceeds it by more than 2^8, as in attention.cu.
 //
 // With KV8, a lane widens the codes that it needs after ldmatrix, which moves two neighbouring codes as one 16-bit value. The first
 // product sums over the columns of K, so their order does not matter: Q is loaded in the order in which K's columns arrive. In the
 // second product a transposed pair is two columns of V: the even columns are the upper eight rows of O^T, the odd ones the lower.
 //
-// Keys outside [first, end) are not read: cp.async fills their rows with zeros, as 0 * NaN would be NaN in P V.
+// Keys outside [first, end) are not read: cp.async fills their rows with zeros, because 0 * NaN would be NaN in P V.
 //
 // Several parts: each block leaves its result in the workspace and counts itself. The last block of a sequence and key head adds
 // up the parts in their order, so the sum does not depend on which block is last.
 //
-// Items and pages come from the host. They are read while the kernel before still runs, so no kernel may write them just before.
+// Items and pages come from the host. They are read while the kernel before still runs, so that kernel must not write them.
 //
 // Floor: the bytes of the keys and values, and of their scales.
 #define D HEAD_DIM
@@ -45,7 +45,7 @@ constexpr int Q_TILES = (MOST_ROWS + 7) / 8;
 constexpr int SUMS_PITCH = D + 4;  // floats; the padding puts the values that a warp stores at once into different banks
 constexpr float RAISE = 8.f;       // in powers of two
 
-// Lies in shared memory after the rings.
+// This is in shared memory after the rings.
 struct alignas(16) Shared {
     float2 weights[WARPS][8 * Q_TILES];  // running maximum and sum of each warp
     bool is_last;
@@ -74,7 +74,7 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
     return result;
 }
-// Past the L1 cache, which does not see what other multiprocessors write.
+// Bypasses the L1 cache, which does not see the writes of other multiprocessors.
 __device__ __forceinline__ float4 load_shared_by_blocks(const float* x) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
@@ -86,8 +86,8 @@ __device__ __forceinline__ float2 load_shared_by_blocks(const float2* x) {
     return v;
 }
 
-// The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together lie in eight different 16-byte bank
-// groups: by XOR if a row is a multiple of 128 bytes, else by an odd pitch.
+// The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together are in eight different 16-byte bank
+// groups: by XOR if a row is a multiple of 128 bytes, otherwise by an odd pitch.
 __device__ __forceinline__ u32 place(int r, int c) { return r * PITCH + 16 * (SWIZZLED ? c ^ (r & 7) : c); }
 
 // `at` two chunks further, `steps` times.
@@ -95,7 +95,7 @@ __device__ __forceinline__ u32 advance(u32 at, int steps) {
     return SWIZZLED ? (at ^ (steps % 4 * 32)) + steps / 4 * 128 : at + steps * 32;
 }
 
-// A lane copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if a row's chunks are no power of two.
+// A lane copies one 16-byte chunk of every ROW_STEP-th row. Some lanes idle if the number of a row's chunks is no power of two.
 constexpr int ROW_LANES = CHUNKS <= 4 ? 4 : CHUNKS <= 8 ? 8 : CHUNKS <= 16 ? 16 : 32;
 constexpr int ROW_STEP = 32 / ROW_LANES;
 
@@ -112,8 +112,8 @@ __device__ __forceinline__ void fetch_keys(u32 stage, const KV* x, i64 stride, i
 }
 
 #if KV8
-// The scales of a group as a lane needs them: of the keys of rows lane / 4 and eight further, each in both halves, and of values
-// 2 * (lane % 4) and the next, and eight further. Those of keys that are not valid are 0: what memory holds may be that of NaN.
+// The scales of a group for one lane: those of keys lane / 4 and eight further, each in both halves, and those of values
+// 2 * (lane % 4) and the next, and eight further. Scales of invalid keys are 0, because the memory may hold a scale of NaN.
 struct GroupScales {
     u32 keys[2], values[2];
     __device__ __forceinline__ GroupScales(u32 at, int lane, int begin, int end) {
@@ -253,7 +253,7 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
     u32 stage = ring, free_stage = ring + (STAGES - 1) * STAGE;
     for (int group = first_group; group <= last_group; group += WARPS) {
         copy_wait<STAGES - 2>();
-        __syncwarp();  // the group is there, and no lane reads the previous one any more
+        __syncwarp();  // the group is there, and no lane reads the previous group any more
         const int ahead = group + (STAGES - 1) * WARPS;
         if (ahead <= last_group) fetch(free_stage, ahead, next_page);
         copy_commit();
@@ -323,7 +323,7 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
                 const float a = exp2_fast(fmaf(s[m][0][2 * half], scale_log2, -row_max[m][0]));
                 const float b = exp2_fast(fmaf(s[m][0][2 * half + 1], scale_log2, -row_max[m][1]));
                 const u32 pair = pack(a, b);
-                row_sum[m][0] += low(pair), row_sum[m][1] += high(pair);  // as rounded: so the weights still sum to one
+                row_sum[m][0] += low(pair), row_sum[m][1] += high(pair);  // the rounded weights, so that they still sum to one
                 p[m][half] = transposed(pair);
             }
 #if KV8
@@ -353,7 +353,7 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
         stage = stage + STAGE == ring + RING ? ring : stage + STAGE;
     }
 
-    // The rings become room for the warps' results.
+    // From here on the rings' memory holds the warps' results.
     copy_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(shared);

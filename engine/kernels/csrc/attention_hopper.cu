@@ -8,7 +8,7 @@
 // while it computes the softmax of the next block. The two warpgroups alternate: one runs its products while the other runs its
 // softmax.
 // If the last block of keys is at most half full, only half a block is computed.
-// Operands lie in shared memory in panels of 64 columns, 128 bytes a row. TMA swizzles them in the pattern that wgmma reads.
+// Operands are in shared memory in panels of 64 columns, 128 bytes a row. TMA swizzles them in the pattern that wgmma reads.
 // P stays in registers.
 // With PAGED, a block of keys is a page: a box of the cache. Keys are counted by their positions.
 //
@@ -41,12 +41,12 @@ typedef int4 Tile;
 typedef int2 Tile;
 #endif
 
-// Lies in shared memory after Q and the stages of K and V.
+// This is in shared memory after Q and the stages of K and V.
 struct Control {
     // `span` and `rest` describe the tile whose Q is in shared memory.
-    int4 span;  // [x, y): its tokens; [z, w): the keys after the prefix that any of its rows sees. x = -1: no more tiles
+    int4 span;  // [x, y): its tokens; [z, w): the keys after the prefix that some of its rows see. x = -1: no more tiles
     int4 rest;  // [x, y): the keys after the prefix that all of its rows see; z: the length of the prefix; w: the key head
-              // With PAGED there is no prefix, and z is the position of row 0, were it the tile's sequence's.
+              // With PAGED there is no prefix, and z is a token's position minus its row.
     u64 q_full, q_empty, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 

@@ -1,7 +1,7 @@
-// Keys and values of a cache in 8 bits, for sources that define KV8. What they are: engine/kernels/cache8.py.
+// Keys and values of a cache in 8 bits, for sources that define KV8. engine/kernels/cache8.py describes the format.
 //   values [2, S, K, D] e4m3.  scales [2, K, S], one byte for the D keys, or the D values, of a token and head.
-// Codes are moved into 16-bit floats by their bits, so no instruction of sm_89 is needed: the exponent field then lacks the
-// difference of the two biases. The scale, a power of two, has it, so that one exact product gives the value.
+// The bits of codes are moved into 16-bit floats, so no instruction of sm_89 is needed. Then the exponent field lacks the
+// difference of the two biases. The scale, a power of two, includes this difference, so one exact product gives the value.
 #ifndef KV8
 #define KV8 0
 #endif
@@ -9,7 +9,7 @@ typedef unsigned char u8;
 #if KV8
 typedef u8 KV;
 
-// Two values in 16 bits: of the codes in the upper bytes of the two halves of `codes`, with the halves of `scales`.
+// Two values in 16 bits, from the codes in the upper bytes of the two halves of `codes` and from the halves of `scales`.
 __device__ __forceinline__ u32 widened(u32 codes, u32 scales) {
     const u32 pair = (codes & 0x80008000u) | (HALF ? codes >> 1 & 0x3f803f80u : codes >> 4 & 0x07f007f0u);
     u32 values;
@@ -21,13 +21,13 @@ __device__ __forceinline__ u32 widened(u32 codes, u32 scales) {
     return values;
 }
 
-// The scale as a 16-bit float: a stored byte is the exponent of bf16. 0 for a key that does not exist: its codes are 0.
+// The scale as a 16-bit float. A stored byte is the exponent of bf16. It is 0 for a key that does not exist, whose codes are 0.
 __device__ __forceinline__ u32 scale16(u32 byte) { return HALF ? (byte ? byte - 224 << 10 : 0) : byte << 7; }
 
-// The scale of a head whose values lie in LANES lanes, eight in each. 255 if one of them is not finite.
+// The scale of a head whose values are in LANES lanes, eight in each. 255 if one of the values is not finite.
 template <int LANES>
 __device__ __forceinline__ u32 scale_of_head(const float (&x)[8]) {
-    u32 most = 0;  // the bits of the largest absolute value; those of NaN and infinity are above all others
+    u32 most = 0;  // the bits of the largest absolute value; the bits of NaN and infinity are above all others
 #pragma unroll
     for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ u32 code_of(float x) {
     const u32 tiny = __float_as_uint(size + 16384.f) - __float_as_uint(16384.f);  // in units of 2^-9
     return (size < 0.015625f ? tiny : normal) | (__float_as_uint(x) >> 24 & 0x80u);
 }
-// The codes of eight values of a head. Those of a head that is not finite are 0: times its scale, infinity, they are NaN.
+// The codes of eight values of a head. They are 0 if the head is not finite: 0 times its scale, infinity, is NaN.
 __device__ __forceinline__ uint2 codes8(const float (&x)[8], u32 scale) {
     if (scale == 255) return make_uint2(0, 0);
     const float inverse = __uint_as_float((127 + 247 - scale) << 23);

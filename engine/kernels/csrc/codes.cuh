@@ -1,11 +1,11 @@
-// W [N, K] in 4 bits: the records in which the kernels read it, for sources that define GROUP, ZEROS and MINS.
+// W [N, K] in 4 bits: the kernels' format of records, for sources that define GROUP, ZEROS and MINS.
 //   Records are [N / 16, K / CHUNK]. The records of 16 rows follow one another along K. A record is
 //   16 rows x CHUNK columns: codes, then scales. A value is (code - zero) * scale, or with MINS code * scale + min.
 //     codes [CHUNK / 64][32 lanes][4 words]: the words of a lane are its A operands of four successive m16n8k16. Nibble
 //     i + 4 e of a word is register i (row lane / 4 + i % 2 * 8, columns lane % 4 * 2 + i / 2 * 8), element e.
 //     scales [8][CHUNK / GROUP][1 + ZEROS][2]: of rows r and r + 8, the scales in fp16, then the zeros as 16-bit whole numbers,
 //     or the mins in fp16.
-//   GROUP: columns that share a scale, 32, 64 or 128.  ZEROS: 0 if every zero is 8.  MINS: 1 if mins are in the place of the zeros.
+//   GROUP: columns that share a scale, 32, 64 or 128.  ZEROS: 0 if every zero is 8.  MINS: 1 if there are mins instead of zeros.
 #ifdef ZEROS
 static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
 static_assert(ZEROS || !MINS, "mins take the place of zeros");
@@ -47,7 +47,7 @@ __device__ __forceinline__ u32 codes_of(u32 codes, u32 minus) {
 #endif
     return pair;
 }
-// The scales and the zeros or mins of rows r and r + 8 of one group: their first word, and where ZEROS the next one.
+// The scales and the zeros or mins of rows r and r + 8 of one group: the first word, and with ZEROS the next word.
 struct Scales {
     float of[2], mins[2];
     u32 minus[2];

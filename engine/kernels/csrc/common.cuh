@@ -1,4 +1,4 @@
-// What every kernel shares. Put in front of each source by compile.py: NVRTC ships no headers, so none are included.
+// Code that every kernel shares. compile.py puts it before each source. NVRTC has no headers, so none are included.
 //   HALF: 1 for fp16, 0 for bf16. Both are handled as bit patterns; arithmetic is fp32.
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -69,7 +69,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// What attention gives: 16 bits, or e4m3 (sm_89 and later).
+// The type of attention's results: 16 bits, or e4m3 (sm_89 and later).
 #ifndef E4M3
 #define E4M3 0
 #endif
@@ -79,7 +79,7 @@ typedef unsigned char Out;
 typedef u16 Out;
 #endif
 
-// Two values in e4m3, a in the low half. Both are at most 448; what is not finite is NaN, as saturating would hide an infinity.
+// Two values in e4m3, a in the low half, at most 448. Values that are not finite become NaN: saturation would hide an infinity.
 __device__ __forceinline__ u32 pack_e4m3(float a, float b) {
     u32 pair;
     asm("{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %2, %1; cvt.u32.u16 %0, p;}"
@@ -125,5 +125,5 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 }
 
 __device__ __forceinline__ float silu_of(float x) { return x / (1.f + __expf(-x)); }
-// With a division that is 2 ulp off at most, where the exact one would be the limit.
+// The division has an error of at most 2 ulp. The exact division would limit the kernel's speed.
 __device__ __forceinline__ float silu_fast(float x) { return __fdividef(x, 1.f + __expf(-x)); }

@@ -1,9 +1,9 @@
 // Embedding gather: out[t] = words[ids[t]] (+ position_table[positions[t]]). C is a multiple of 8.
 //   words [num_words, C]. An id outside of the table reads the table's nearest row: no read leaves the table.
-//   LAST: 1 with `last` int [num_last]; an id below 0 names the entry -1 - id of `last`, and the token is that entry.
+//   LAST: 1 with `last` int [num_last]. For an id below 0 the token is entry -1 - id of `last`.
 //   POSITIONS: 1 with a position table.    Floor: 4 * T * C bytes (6 with positions, which mostly come from cache).
-// A thread copies the same eight columns of PER_THREAD tokens. It waits for an id before it can load the id's row, so with one
-// token a thread too few loads are in flight.
+// A thread copies the same eight columns of PER_THREAD tokens. It must wait for an id before it can load the id's row. So with
+// one token for each thread too few loads are in flight.
 extern "C" __global__ void __launch_bounds__(THREADS)
 embed(const int* __restrict__ ids, const int* __restrict__ positions, const u16* __restrict__ words,
       const u16* __restrict__ position_table, const int* __restrict__ last, u16* __restrict__ out, i64 num_tokens,

@@ -8,8 +8,8 @@
 // A block has three warpgroups and computes many tiles of BLOCK_M x BLOCK_N. One thread of the first warpgroup fetches, up to
 // STAGES steps of 128 bytes of K ahead. Each of the other two warpgroups computes 64 rows by wgmma from shared memory and writes
 // its results.
-// The two blocks of a cluster compute tiles that lie one below the other and need the same rows of W. Each block fetches half of
-// these rows, for both blocks.
+// The two blocks of a cluster compute tiles one below the other, which need the same rows of W. Each block fetches half of these
+// rows for both blocks.
 // The tiles are computed in bands of GROUP_M clusters, column by column. So the tiles in work at one time form about a square of
 // the result, and their operands stay in L2.
 //
@@ -103,8 +103,8 @@ struct Tiles {
     }
 };
 
-// A load that stays where it stands in the source. To save registers the compiler would wait for each load before it issues the
-// next load. There are enough registers for all of the loads.
+// A load that keeps its place in the source. To save registers, the compiler would wait for each load before it issues the next
+// one. But there are enough registers for all loads.
 __device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.word[0]), "=r"(x.word[1]), "=r"(x.word[2]), "=r"(x.word[3])

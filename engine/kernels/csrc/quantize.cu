@@ -1,4 +1,4 @@
-// Rows -> 8 bits and a scale for each row, after the operation before a product: RMSNorm, SwiGLU or nothing.
+// Converts rows to 8 bits with a scale for each row, after the operation before a product: RMSNorm, SwiGLU or none.
 //   x [T, C] 16-bit (with GATED [T, 2 C]: eight columns of gate alternate with eight columns of up), weight [C], values [T, C] e4m3
 //   or int8, scale [T] fp32. With PENDING, pending [T, C] is added to x in place first. A row's largest value becomes 448 in e4m3,
 //   127 in int8. One value that is not finite makes all results of its row not finite.
@@ -12,9 +12,9 @@ constexpr int ROW_WARPS = ROW_THREADS / 32;
 constexpr int COLUMN_VECTORS = C / 8;
 constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
 constexpr float MOST = INT8 ? 127.f : 448.f;
-constexpr float LEAST = 1e-35f;  // of a row's largest value: MOST divided by less is infinite, and infinity times 0 is NaN
+constexpr float LEAST = 1e-35f;  // the least largest value of a row: MOST divided by less is infinite, and infinity times 0 is NaN
 
-__device__ __forceinline__ float larger(float a, float b) {  // NaN where either is
+__device__ __forceinline__ float larger(float a, float b) {  // NaN if either is NaN
     float most;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
     return most;
@@ -70,7 +70,7 @@ __device__ __forceinline__ u32 four(float a, float b, float c, float d) {  // a 
 #endif
 }
 
-// With GATED, a thread would take 90 registers; the few blocks that fit would not hide the memory's latency.
+// With GATED a thread would take 90 registers. Then too few blocks fit to hide the memory's latency.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS * ROWS, GATED ? 1024 / (ROW_THREADS * ROWS) : 1)
 quantize(u16* __restrict__ x, const u16* __restrict__ pending, const u16* __restrict__ weight, unsigned char* __restrict__ values,
          float* __restrict__ scale, i64 num_rows, i64 x_stride, float eps) {

@@ -1,5 +1,5 @@
-// Logits -> one token for each row: temperature, min-p, top-k, top-p, and a draw by one random number. The result is the same in
-// any batch and in any run: it depends on maxima and on sums of whole numbers, which have no order.
+// Chooses one token for each row of logits: temperature, min-p, top-k, top-p, and a draw by one random number. The result is the
+// same in any batch and in any run. It depends on maxima and on sums of whole numbers, whose order does not matter.
 //   logits [B, V], rows logits_stride apart; fp32 or 16 bits (FP32). V below 2^23.
 //   choices int [B, 8]: temperature, top_p, min_p (bits of fp32), top_k, the random number as 64 bits (low word, high word), slot, 0.
 //   out int [B, 4]: token, 1 if the row is finite, log-probability at temperature 1 (bits of fp32), 0.  last int [num_slots].
@@ -8,13 +8,15 @@
 //
 // A group is 256 neighbouring tokens. `sample_sums` reads the logits once. For each group it writes the largest logit m and the sums
 // of exp(x - m) and of exp((x - m) / temperature): sums float [B, 3, groups]. A NaN or +inf makes a sum NaN.
-// `sample_draw` has a block for each row. The groups' sums tell it the largest logit, the total mass, and which groups it has to
-// read: one for a greedy row, one for a row with a temperature only, and for the others those whose largest token is likely enough.
+// `sample_draw` has a block for each row. From the groups' sums it knows the largest logit, the total mass, and the groups that it
+// has to read: one for a greedy row, one for a row with only a temperature, and for other rows the groups whose largest token is
+// likely enough.
 // It copies the likely tokens of these groups into shared memory. If there are too many, it reads the whole row instead, once for
 // each digit of a search.
-// One search (`threshold`) finds everything: the k-th likeliest token, the least likely one of the nucleus, and the token drawn,
-// which is the first one whose mass and that of the ids before it pass the random number. It counts digits of 10 bits.
-// p is relative to the likeliest token's, so it is in [0, 1], and the bits of p have its order. The mass of a token is p * 2^40.
+// One search (`threshold`) finds the k-th likeliest token, the least likely token of the nucleus, and the drawn token. The drawn
+// token is the first whose mass, together with that of all smaller ids, passes the random number. The search counts digits of 10
+// bits.
+// p is relative to the likeliest token's, so it is in [0, 1], and the order of the bits is that of p. A token's mass is p * 2^40.
 // Floor: the bytes of the logits, once.
 #if FP32
 typedef float Logit;
@@ -28,7 +30,7 @@ constexpr float LOG2_E = 1.4426950408889634f, LARGEST = 3.402823466e38f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// The place in its group of value e of a lane, as `load_group` distributes the values.
+// The place of a lane's value e in its group, in the distribution of `load_group`.
 __device__ __forceinline__ int place_of(int lane, int e) {
     if (!VECTOR) return e * 32 + lane;
     return FP32 ? e / 4 * 128 + lane * 4 + e % 4 : lane * 8 + e;
@@ -64,7 +66,7 @@ __device__ __forceinline__ void load_group(const Logit* row, int group, int lane
 #endif
 }
 
-// What logits are multiplied by for exp2. It is neither infinite nor 0, or 0 * inf would be NaN.
+// The factor of logits for exp2. It is neither infinite nor 0, because 0 * inf would be NaN.
 __device__ __forceinline__ float scale_of(float temperature) { return fmaxf(fminf(LOG2_E / temperature, LARGEST), 1e-30f); }
 
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
@@ -131,13 +133,13 @@ __device__ __forceinline__ u64 mass_of(float p) {
 }
 __device__ __forceinline__ u64 mass_of(u32 key) { return mass_of(__uint_as_float(key)); }
 
-// Over the block; every thread gets the result.
+// The sum over the block. Every thread gets the result.
 template <class T, class Join>
 __device__ __forceinline__ T reduce(T x, Join join, Shared& shared) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, step));
     T* scratch = reinterpret_cast<T*>(shared.scratch);
-    __syncthreads();  // what a call before left there has been read
+    __syncthreads();  // the results of an earlier call have been read
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     __syncthreads();
     x = scratch[0];
@@ -148,8 +150,8 @@ __device__ __forceinline__ u64 total_of(u64 x, Shared& shared) {
     return reduce(x, [](u64 a, u64 b) { return a + b; }, shared);
 }
 
-// Adds to a bin; every lane of the warp calls it. Equal tokens make one bin of many lanes, so the lanes of the first two bins are
-// added up before: atomic additions to one bin happen one after the other.
+// Adds to a bin. Every lane of the warp calls it. With equal tokens many lanes add to one bin, and atomic additions to one bin
+// happen one after another. So the lanes of the first two bins are added up before.
 __device__ __forceinline__ void add(u64* bins, u32 bin, u64 weight) {
     const int lane = threadIdx.x % 32;
     bool pending = weight > 0;
@@ -175,9 +177,9 @@ struct Found {
     u64 above;  // the weight of all larger keys
 };
 
-// The largest key whose weight and that of all larger keys is at least `target`. A target above the total is the total.
-// Keys are below 2^(shift + 10); `shift` is a multiple of 10. `each` calls its argument with a key and a weight for each item, and
-// all lanes of a warp together: with weight 0 where a lane has no item. The total weight and `target` are above 0.
+// The largest key whose weight, together with that of all larger keys, is at least `target`. A target above the total is the total.
+// Keys are below 2^(shift + 10); `shift` is a multiple of 10. `each` calls its argument with a key and a weight for each item. All
+// lanes of a warp make the call together, with weight 0 if a lane has no item. The total weight and `target` are above 0.
 template <class Each>
 __device__ __forceinline__ Found threshold(Each each, u64 target, int shift, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -225,8 +227,8 @@ __device__ __forceinline__ Found threshold(Each each, u64 target, int shift, Sha
     return {prefix, above};
 }
 
-// Where the tokens of a row come from. `each` calls its argument with the bits of p and the id, all lanes of a warp together;
-// p is 0 where a lane has no token.
+// The source of a row's tokens. `each` calls its argument with the bits of p and the id. All lanes of a warp make the call
+// together, with p 0 if a lane has no token.
 struct Row {
     const Logit* row;
     int vocab, groups;
@@ -261,7 +263,7 @@ struct Options {
     u32 least;     // bits of the least p that min-p keeps; 1, the smallest above 0, without min-p
     u64 top_k;     // 0: all
     float top_p;   // 1: all
-    u64 total;     // the mass of all tokens, for top-p where neither min-p nor top-k removes any
+    u64 total;     // the mass of all tokens, for top-p if neither min-p nor top-k removes any
     bool removes;  // min-p or top-k comes before top-p
     u64 uniform;
 };
@@ -270,7 +272,7 @@ __device__ __forceinline__ u64 share_of(float part, u64 mass) {
     return static_cast<u64>(ceil(static_cast<double>(part) * static_cast<double>(mass)));
 }
 
-// The token that is drawn among those of `source`, as its id.
+// The id of the token that is drawn from `source`.
 template <class Source>
 __device__ __forceinline__ int draw(const Source& source, const Options& options, int vocab, Shared& shared) {
     const int id_shift = vocab > 1 << 20 ? 20 : vocab > 1 << 10 ? 10 : 0;
@@ -392,9 +394,9 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
             total = total_of(total, shared);
             Options options{has_min ? __float_as_uint(fminf(min_p, 1.f)) : 1u, has_k ? static_cast<u64>(top_k) : 0, top_p, total,
                             has_k || has_min, uniform};
-            // A search among the groups. If all tokens are kept, it finds the group of the token drawn. Else it finds a p to begin
-            // with. The k likeliest tokens are at least as likely as the k-th of the groups' likeliest ones. For top-p alone the p
-            // is a guess: whole groups with their likeliest token above it have a little more mass than needed.
+            // A search among the groups. If all tokens are kept, it finds the group of the drawn token. Otherwise it finds a p to
+            // begin with. The k likeliest tokens are at least as likely as the k-th of the groups' likeliest tokens. For top-p
+            // alone this p is a guess: the groups whose likeliest token is above it have a little more mass than needed.
             u64 target = __umul64hi(uniform, total), enough = 0;
             if (has_k)
                 enough = options.top_k;
@@ -418,7 +420,7 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
             }
             int first_id = 0, count = MOST_CANDIDATES + 1;
             if (keeps_all) {
-                // What is left of the random number is a share of the group's mass.
+                // The rest of the random number is a share of the group's mass.
                 const int group = static_cast<int>(found.key);
                 first_id = group * GROUP;
                 const double left = static_cast<double>(target - min(target, found.above)) / static_cast<double>(group_mass(group));

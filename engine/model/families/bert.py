@@ -17,7 +17,7 @@ class BertConfig(ModelConfig):
 
 
 class Bert(Encoder):
-    """`BertModel` of transformers. Families derived from it have other names, and lack some parts."""
+    """`BertModel` of transformers. Derived families have other names and lack some parts."""
 
     architectures: ClassVar[tuple[str, ...]] = ("BertModel", "BertForMaskedLM")
     classifiers: ClassVar[tuple[str, ...]] = ("BertForSequenceClassification",)

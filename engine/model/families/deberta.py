@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3: BERT's layers with disentangled attention, whose scores see words and distances apart."""
+"""DeBERTa v2 and v3: BERT's layers with disentangled attention. Scores have separate parts for words and for distances."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from engine.run.batch import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebertaConfig(ModelConfig):
-    position_buckets: int  # of distances, to either side
+    position_buckets: int  # the number of buckets of distances, to either side
     max_relative_positions: int  # the last bucket of a side begins before this distance
 
 
@@ -102,7 +102,7 @@ class Deberta(Encoder):
 
 
 class _Buckets:
-    """The row of the distances' table for the distance from key to query. Far distances share rows."""
+    """Maps a distance from key to query to a row of the distances' table. Far distances share rows."""
 
     def __init__(self, config: DebertaConfig, device: torch.device) -> None:
         self.span, self.positions = config.position_buckets, config.max_position_embeddings
@@ -120,7 +120,7 @@ class _Buckets:
 
 
 def distance_buckets(distances: Tensor, buckets: int, furthest: int) -> Tensor:
-    """The bucket of each distance from 0 up: the distance itself up to half of the buckets, then by its logarithm."""
+    """The bucket of each distance from 0 up. Half of the buckets are single distances. The others follow the logarithm."""
     near = buckets // 2
     steps = torch.log(distances.clamp(min=near) / near) / torch.log(torch.tensor((furthest - 1) / near)) * (near - 1)
     return torch.where(distances <= near, distances, near + steps.ceil().long())

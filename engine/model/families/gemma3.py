@@ -19,7 +19,7 @@ from engine.run.batch import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma3Config(DecoderConfig):
-    """Scores are divided by the root of `query_pre_attn_scalar`, not of head_dim."""
+    """Gemma 3's config. Scores are divided by the root of `query_pre_attn_scalar`, not by the root of head_dim."""
 
     local_rope_theta: float
     query_pre_attn_scalar: float
@@ -41,7 +41,7 @@ class Gemma3(Decoder):
         causal = not keys.get("use_bidirectional_attention")
         pattern = keys.number("sliding_window_pattern", 6)
         sliding_window = keys.number("sliding_window", 4096)
-        if not causal:  # then it counts the tokens to both sides
+        if not causal:  # then the window counts the tokens on both sides together
             sliding_window //= 2
         local_layers = read_local_layers(keys, lambda index: (index + 1) % pattern > 0)
         return Gemma3Config(
@@ -64,15 +64,15 @@ class Gemma3(Decoder):
 
     def __init__(self, config: Gemma3Config, checkpoint: WeightSource) -> None:
         self._load_words(config, checkpoint)
-        self._scale: Tensor | None = torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded, as it was trained
-        if config.generation is None and config.has_words:  # a language model's head needs the table as it is
+        self._scale: Tensor | None = torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded as in training
+        if config.generation is None and config.has_words:  # a language model's head needs the unscaled table
             words, scale = self.words, self._scale
             self.words = checkpoint.derive(tuple(words.shape), lambda: words.mul_(scale))
             self._scale = None
         query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5
 
         def norm(name: str, width: int) -> RMSNorm:
-            """Gemma multiplies with 1 + weight. Q's norm also corrects the scale of the scores, head_dim's root in attention."""
+            """Gemma multiplies by 1 + weight. Q's norm also corrects the scores' scale: attention divides by head_dim's root."""
             weight = checkpoint.take(f"{name}.weight", width, dtype=torch.float32)
             factor = query_scale if name.endswith("q_norm") else 1.0
             return RMSNorm(checkpoint.derive((width,), lambda: ((1 + weight) * factor).to(checkpoint.dtype)), config.norm_eps)
@@ -93,7 +93,7 @@ class Gemma3(Decoder):
 
 
 class _Layer:
-    """A norm stands between each product and the sum, so nothing is ever pending."""
+    """A layer. A norm is between each product and the sum, so no part of the stream is ever pending."""
 
     def __init__(self, config: Gemma3Config, checkpoint: WeightSource, index: int, norm: LoadNorm, angles: Tensor) -> None:
         name, c, wide = f"layers.{index}.", config.hidden_size, config.intermediate_size

@@ -19,7 +19,7 @@ from engine.model.weights import WeightSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GteConfig(ModelConfig):
-    """The table of RoPE has the base `rope_theta`, and divides all angles by `rope_scale`."""
+    """GTE's config. The table of RoPE has the base `rope_theta`, and all its angles are divided by `rope_scale`."""
 
     rope_theta: float
     rope_scale: float = 1.0
@@ -36,7 +36,7 @@ class Gte(Encoder):
     architectures = ("NewModel", "NewForMaskedLM", "GteModel", "GteForMaskedLM")
     classifiers = ("NewForSequenceClassification", "GteForSequenceClassification")
     head = HeadConfig(dense="pooler.dense")
-    # A tanh layer that no embedding uses, the masked LM, and the multilingual model's weights of single words.
+    # A tanh layer that embeddings do not use, the masked LM, and the multilingual model's weights of single words.
     unused: ClassVar[tuple[str, ...]] = ("pooler.*", "lm_head.*", "classifier.*")
     prefixes = ("new.", "gte.")
 
@@ -87,8 +87,8 @@ def _layer(config: GteConfig, checkpoint: WeightSource, index: int, angles: Tens
 def _scaled(rope: Rope, head_dim: int) -> tuple[float, float]:
     """(base, divisor of all angles).
 
-    Source of NTK scaling by the factor f: `NTKScalingRotaryEmbedding` of new-impl. It multiplies the base with f and divides by
-    f^(2 / D), at any length of a text.
+    Source of NTK scaling by the factor f: `NTKScalingRotaryEmbedding` of new-impl. For a text of any length it multiplies the
+    base by f and divides the angles by f^(2 / D).
     """
     if rope.kind != "ntk":
         return rope.theta, rope.factor

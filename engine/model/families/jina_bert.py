@@ -21,7 +21,7 @@ from engine.run.batch import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JinaBertConfig(ModelConfig):
-    """`qk_post_norm`: the second implementation. It normalises Q and K, and the sum of attention and residual once more."""
+    """`qk_post_norm`: the second implementation. It normalises Q and K, and adds and normalises the residual twice."""
 
     qk_post_norm: bool = False
 
@@ -135,7 +135,7 @@ def symmetric_alibi(n_heads: int, positions: int, device: torch.device) -> Tenso
 def alibi_slopes(n_heads: int) -> list[float]:
     """A slope for each head, as in the ALiBi paper: a geometric series from 2^(-8/n).
 
-    For a number of heads that is no power of two: the slopes of the next lower power, then every other slope of the next higher.
+    If the number of heads is not a power of two: the slopes of the next lower power, then every other slope of the next higher.
     """
     lower = 1 << (n_heads.bit_length() - 1)
     series = [2 ** (-8 * (index + 1) / lower) for index in range(lower)]
@@ -144,6 +144,6 @@ def alibi_slopes(n_heads: int) -> list[float]:
 
 
 def _is_second_implementation(keys: Keys) -> bool:
-    """Only the name of the Hub's code in config.json tells the two implementations apart."""
+    """Whether it is the second implementation. Only the name of the Hub's code in config.json shows this."""
     code = [str(keys.get("_name_or_path")), *map(str, (keys.get("auto_map") or {}).values())]
     return any("jina-bert-v2-qk-post-norm" in name for name in code)

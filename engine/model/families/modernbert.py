@@ -20,7 +20,7 @@ from engine.run.batch import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModernBertConfig(ModelConfig):
-    """In `local_layers` a token sees no token further away than `window`. The other layers are global."""
+    """ModernBERT's config. In `local_layers` a token sees no token further away than `window`. The other layers are global."""
 
     window: int
     local_layers: tuple[int, ...]
@@ -51,7 +51,7 @@ class ModernBert(Encoder):
         keys.refuse("hidden_activation", ("gelu",), "only exact GeLU")
         every = keys.number("global_attn_every_n_layers", 3)
         global_theta = read_rope(keys, "full_attention", "global_rope_theta", 160_000.0).theta
-        # transformers 4 reads null as the base of the global layers.
+        # transformers 4 takes null for the base of the global layers.
         local_default = 10_000.0 if "local_rope_theta" not in keys.values else global_theta
         return ModernBertConfig(
             **read_shape(keys, ShapeKeys(norm_eps="norm_eps"), eps=1e-5),
@@ -112,7 +112,7 @@ class _Layer:
     def __init__(self, config: ModernBertConfig, checkpoint: WeightSource, index: int, angles: Tensor) -> None:
         name = f"layers.{index}."
         c, wide = config.hidden_size, config.intermediate_size
-        # The embeddings are normalised already, so the first layer takes them as they are.
+        # The embeddings are already normalised, so the first layer has no norm.
         input_norm = _load_norm(config, checkpoint, f"{name}attn_norm") if index else None
         qkv = Linear.load(checkpoint, f"{name}attn.Wqkv", 3 * c, c, config.attention_bias)
         out = Linear.load(checkpoint, f"{name}attn.Wo", c, c, config.attention_bias)
@@ -127,13 +127,13 @@ class _Layer:
         return self.down.add_to(hidden, self.up(self.mlp_norm(hidden))).added()
 
     def _attended(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
-        """A function of its own, so that its tensors are free before the MLP."""
+        """The attention half. It is a separate function, so that its tensors are free before the MLP."""
         mixed, hidden = self.attend(Residual(hidden), batch, attention, pooled_only)
         return self.attend.out.add_to(hidden, mixed).added()
 
 
 class _Attention(SelfAttention):
-    """Self-attention, behind a norm where the input is not normalised yet."""
+    """Self-attention, after a norm unless the input is already normalised."""
 
     def __init__(
         self, qkv: Linear, out: Linear, n_heads: int, angles: Tensor, window: int | None, input_norm: LayerNorm | None

@@ -22,8 +22,8 @@ class MPNet(Bert):
     """MPNetModel.
 
     Published: sentence-transformers/all-mpnet-base-v2, multi-qa-mpnet-base-dot-v1, multi-qa-mpnet-base-cos-v1,
-    paraphrase-mpnet-base-v2. Source: `MPNetModel` of transformers. It takes 1 for the padding token and has 32 buckets,
-    whatever config.json says. Here a padding token inside a text takes a position, as in `Roberta`.
+    paraphrase-mpnet-base-v2. Source: `MPNetModel` of transformers. Its padding token is always 1 and it always has 32 buckets,
+    whatever config.json has. Here a padding token inside a text takes a position, as in `Roberta`.
     """
 
     biases_scores = True
@@ -65,8 +65,8 @@ class MPNet(Bert):
 def distance_buckets(distances: Tensor) -> Tensor:
     """The bucket of each distance from query to key.
 
-    Each distance up to 7 has a bucket of its own. The buckets behind are ever wider, and the last begins at 91. In fp32 the
-    distances 16, 32 and 64 are exactly the first of a bucket.
+    Each distance up to 7 has its own bucket. Later buckets are wider and wider, and the last one begins at 91. In fp32 the
+    distances 16, 32 and 64 are exactly the first distances of their buckets.
     """
     side = _BUCKETS // 2
     exact = side // 2

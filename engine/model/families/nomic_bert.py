@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NomicBertConfig(ModelConfig):
-    """`activation` is swiglu, geglu or gelu. `has_experts` says which layers are mixtures."""
+    """NomicBERT's config. `activation` is swiglu, geglu or gelu. `has_experts` is true for layers with a mixture of experts."""
 
     rope_theta: float
     activation: str
@@ -47,7 +47,7 @@ class NomicBert(Encoder):
     architectures = ("NomicBertModel", "NomicBertForPreTraining", "NomicBertForMaskedLM")
     classifiers = ("NomicBertForSequenceClassification",)
     head = HeadConfig(dense="pooler.dense")
-    unused: ClassVar[tuple[str, ...]] = ("cls.*", "pooler.*")  # the masked LM, and a tanh layer that no embedding uses
+    unused: ClassVar[tuple[str, ...]] = ("cls.*", "pooler.*")  # the masked LM, and a tanh layer that embeddings do not use
     prefixes = ("bert.", "nomic_bert.")
     norm_name = "emb_ln"
 
@@ -98,7 +98,7 @@ def _feed_forward(config: NomicBertConfig, checkpoint: WeightSource, name: str) 
 
 def _mixture(config: NomicBertConfig, checkpoint: WeightSource, name: str) -> Callable[[Tensor], Residual]:
     c, wide, num = config.hidden_size, config.intermediate_size, config.num_experts
-    router = Linear.of(checkpoint.take(f"{name}router.layer.weight", num, c))  # small, and decides: never in 8 bits
+    router = Linear.of(checkpoint.take(f"{name}router.layer.weight", num, c))  # never in 8 bits, because it is small and decides
     ups, downs = (checkpoint.take(f"{name}experts.mlp.{part}", num * wide, c).view(num, wide, c) for part in ("w1", "w2"))
     layers = [
         (Linear.of(checkpoint.to_layer_dtype(up), gelu=True), Linear.of(checkpoint.to_layer_dtype(down.t())))
@@ -115,8 +115,8 @@ _AUTHORS_KEYS = ShapeKeys(
 
 
 def _authors_config(keys: Keys) -> NomicBertConfig:
-    """From the keys of nomic-ai's own code, which are GPT-2's. The defaults are that code's."""
-    keys.number("rotary_emb_fraction")  # without it, positions are learned
+    """The config from the keys of nomic-ai's own code, which are GPT-2's keys. The defaults are those of that code."""
+    keys.number("rotary_emb_fraction")  # a model without this key has learned positions
     for key, allowed in _ONLY.items():
         keys.refuse(key, allowed)
     keys.refuse("num_heads_kv", (None, keys.get("n_head")), "no grouped queries")
@@ -126,7 +126,7 @@ def _authors_config(keys: Keys) -> NomicBertConfig:
     shape["vocab_size"] = -(-shape["vocab_size"] // multiple) * multiple
     activation = keys.get("activation_function")
     if activation != "gelu":
-        shape["intermediate_size"] = -(-shape["intermediate_size"] // 256) * 256  # as the gated layer rounds it
+        shape["intermediate_size"] = -(-shape["intermediate_size"] // 256) * 256  # the gated layer rounds up like this
     every = keys.get("moe_every_n_layers") or 0
     has_experts = tuple(bool(every) and index % every == 1 for index in range(shape["n_layers"]))
     num_experts = top_k = 0
@@ -149,7 +149,7 @@ def _authors_config(keys: Keys) -> NomicBertConfig:
     )
 
 
-# The values that this engine supports. nomic-ai's code has more, which no published text model uses.
+# The values that this engine supports. nomic-ai's code has more values, but no published text model uses them.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "activation_function": ("swiglu", "geglu", "gelu"),
     "rotary_emb_fraction": (1.0,),
@@ -171,18 +171,18 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 def _positions(keys: Keys) -> int:
     """The most positions of a text.
 
-    With `rotary_scaling_factor`, nomic-ai's code changes RoPE's base for texts that are longer than the model was trained on. The
-    base depends on the longest text so far, so a vector would depend on other texts. Such texts are too long here.
+    With `rotary_scaling_factor`, nomic-ai's code changes RoPE's base for texts that are longer than those of the training. The
+    base depends on the longest text so far, so a vector would depend on other texts. This engine refuses such texts as too long.
     """
     positions, trained = keys.number("n_positions"), keys.number("max_trained_positions", 2048)
     if keys.get("rotary_scaling_factor", 1.0) and trained < positions:
-        log.info("%s: inputs end at the %d tokens it was trained on: no dynamic NTK scaling of RoPE", keys.path, trained)
+        log.info("%s: inputs end at the %d tokens of its training: no dynamic NTK scaling of RoPE", keys.path, trained)
         return int(trained)
     return int(positions)
 
 
 def _transformers_config(keys: Keys) -> NomicBertConfig:
-    """From the keys of transformers' own implementation, which has no biases and no experts."""
+    """The config from the keys of transformers' implementation, which has no biases and no experts."""
     keys.refuse("hidden_act", ("silu",), "only SwiGLU")
     shape = read_shape(keys, positions=2048)
     keys.refuse("head_dim", (None, shape["head_dim"]), "only hidden_size / num_attention_heads")

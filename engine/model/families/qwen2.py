@@ -6,7 +6,7 @@ from engine.model.keys import Keys, read_local_layers, read_rope
 
 class Qwen2(Decoder):
     """Published: Alibaba-NLP/gte-Qwen2-*-instruct, NovaSearch/stella_en_1.5B_v5, jinaai/jina-code-embeddings-*,
-    nomic-ai/nomic-embed-code. Source: `Qwen2Model` of transformers, and of the modeling_qwen.py of gte's.
+    nomic-ai/nomic-embed-code. Source: `Qwen2Model` of transformers, and of gte's modeling_qwen.py.
     """
 
     architectures = ("Qwen2Model", "Qwen2ForCausalLM")
@@ -22,7 +22,7 @@ class Qwen2(Decoder):
 
 
 def _of_gte(keys: Keys) -> bool:
-    """Whether the model is gte's own Qwen2Model in a revision without `is_causal`: it is bidirectional by default."""
+    """Whether the model is gte's own Qwen2Model in a revision without `is_causal`. Such a model is bidirectional by default."""
     code = (keys.get("auto_map") or {}).get("AutoModel")
     return keys.get("is_causal") is None and str(code).endswith("modeling_qwen.Qwen2Model")
 

@@ -16,8 +16,8 @@ class Roberta(Bert):
     Published: BAAI/bge-m3, intfloat/multilingual-e5-base and -large, Snowflake/snowflake-arctic-embed-l-v2.0,
     sentence-transformers/all-distilroberta-v1 and paraphrase-multilingual-mpnet-base-v2, dangvantuan/sentence-camembert-base;
     with a head BAAI/bge-reranker-base, -large and -v2-m3.
-    Source: `RobertaModel` of transformers. There a padding token inside a text takes no position. Here every token takes the
-    next position: no tokenizer makes padding of a text, unless the text spells it out.
+    Source: `RobertaModel` of transformers. There a padding token inside a text takes no position. Here every token takes the next
+    position, because tokenizers give padding tokens only for texts that contain the padding token's name.
     """
 
     architectures = (
@@ -40,7 +40,7 @@ class Roberta(Bert):
 
 
 def after_padding(config: BertConfig, keys: Keys, padding: object) -> BertConfig:
-    """`config` of a model whose texts begin at the position after the padding token's id. No text uses the rows before."""
+    """The config of a model whose texts begin at the position after the padding token's id. Texts do not use the rows before."""
     if not isinstance(padding, int) or padding < 0:
         raise ModelError(f"{keys.path}: pad_token_id is {padding!r}, expected the position before a text's first")
     positions = config.max_position_embeddings - padding - 1

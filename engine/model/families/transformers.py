@@ -1,6 +1,6 @@
-"""A network of transformers in our batches, for architectures that no family here has. Only `backend` chooses it.
+"""Runs a network of transformers in our batches, for architectures without a family here. Only `backend` chooses it.
 
-transformers is imported when it is used. It builds the network, and our own `Checkpoint` reads the weights.
+transformers is imported only when it is used. It builds the network, and our own `Checkpoint` reads the weights.
 """
 
 import importlib
@@ -31,9 +31,9 @@ class TransformersConfig(ModelConfig):
 
 
 class Transformers(Model):
-    """Weights and network as transformers has them.
+    """A network of transformers with its weights.
 
-    Where padding does not change the vectors, texts of similar length share a pass, padded to the longest. A trial at load tells.
+    If padding does not change the vectors, texts of similar lengths share a pass, padded to the longest. A trial at load decides.
     """
 
     eager_only = True
@@ -41,17 +41,17 @@ class Transformers(Model):
 
     @staticmethod
     def read_config(keys: Keys, trust_remote_code: bool = False) -> TransformersConfig:
-        """`max_position_embeddings` is 0 where the architecture has no limit.
+        """The config. `max_position_embeddings` is 0 if the architecture has no limit.
 
         Raises: ModelError, also for code that is not trusted.
         """
         folder, own_code = keys.path.parent, trust_remote_code and bool(keys.get("auto_map"))
         if own_code:
-            log.warning("%s: its own code is run, as trust_remote_code allows: %s", _origin(folder), keys.get("auto_map"))
+            log.warning("%s: its own code runs, because trust_remote_code allows it: %s", _origin(folder), keys.get("auto_map"))
         hf = _read(keys, trust_remote_code)
         if getattr(hf, "quantization_config", None) is not None:
             raise ModelError(
-                f"{keys.path}: quantization_config is not supported with backend transformers; leave the backend out, or take "
+                f"{keys.path}: quantization_config is not supported with backend transformers; leave the backend out, or use "
                 "the checkpoint that is not quantised"
             )
         if (
@@ -59,7 +59,7 @@ class Transformers(Model):
             and not own_code
             and type(hf) not in _library().MODEL_FOR_TEXT_ENCODING_MAPPING
         ):
-            raise ModelError(f"{keys.path}: {hf.model_type} is an encoder with a decoder, of which there is no vector for a text")
+            raise ModelError(f"{keys.path}: {hf.model_type} is an encoder with a decoder, which gives no vector for a text")
         own = Keys(keys.path, {name: getattr(hf, name, None) for name in (*_REQUIRED, *_OPTIONAL)})
         hidden_size, n_heads = own.number("hidden_size"), own.number("num_attention_heads", 1)
         positions = own.get("max_position_embeddings")
@@ -73,9 +73,9 @@ class Transformers(Model):
             n_heads=n_heads,
             n_kv_heads=n_heads,
             head_dim=max(1, hidden_size // n_heads),
-            norm_eps=1e-12,  # the network has its own
+            norm_eps=1e-12,  # not used: the network has its own
             max_position_embeddings=positions,
-            causal=False,  # not known; only the network itself asks
+            causal=False,  # not known; only the network itself uses it
             pooling="mean",
             max_input_length=positions,
             folder=folder,
@@ -120,7 +120,7 @@ class Transformers(Model):
         return hidden.index_select(0, batch.pooled_rows) if pooled_only else hidden
 
     def _run(self, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """The hidden states of each sequence, [its tokens, C], out of one padded pass."""
+        """The hidden states of each sequence, [its tokens, C], from one padded pass."""
         lengths = [len(ids) for ids in sequences]
         ids = nn.utils.rnn.pad_sequence(list(sequences), batch_first=True, padding_value=self.padding)  # [B, S]
         mask = torch.arange(max(lengths), device=ids.device) < torch.tensor(lengths, device=ids.device)[:, None]
@@ -128,9 +128,9 @@ class Transformers(Model):
         return [row[:length] for row, length in zip(hidden, lengths, strict=True)]
 
     def _ignores_padding(self, config: TransformersConfig, device: torch.device) -> bool:
-        """Whether a text has the same states alone and beside a longer one, as far as the dtype can tell.
+        """Whether a text has the same states alone and beside a longer text, within the dtype's precision.
 
-        The states differ where the network mixes tokens regardless of the mask, by convolutions (ConvBERT) or Fourier transforms
+        The states differ if the network ignores the mask when it mixes tokens, by convolutions (ConvBERT) or Fourier transforms
         (FNet).
         """
         longer = torch.arange(min(24, config.max_input_length), device=device) % config.vocab_size
@@ -144,7 +144,7 @@ _OPTIONAL = ("intermediate_size", "num_attention_heads", "max_position_embedding
 
 
 def like_lengths(lengths: Sequence[int], stretch: int) -> list[list[int]]:
-    """Indices in groups, longest first. No length of a group is below the group's longest divided by `stretch`."""
+    """Groups of indices, longest first. Each length of a group is at least the group's longest length divided by `stretch`."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if not groups or lengths[index] * stretch < lengths[groups[-1][0]]:
@@ -161,11 +161,11 @@ def _library() -> Any:
 
 
 def _read(keys: Keys, trust_remote_code: bool) -> Any:
-    """The folder's configuration as transformers has it."""
+    """transformers' configuration of the folder."""
     transformers = _library()
     try:
         return transformers.AutoConfig.from_pretrained(str(keys.path.parent), trust_remote_code=trust_remote_code)
-    except Exception as error:  # configuration classes raise exceptions of their own
+    except Exception as error:  # configuration classes raise their own kinds of exceptions
         kind = keys.get("model_type")
         if keys.get("auto_map") and not trust_remote_code and kind not in transformers.CONFIG_MAPPING:
             raise ModelError(
@@ -176,7 +176,7 @@ def _read(keys: Keys, trust_remote_code: bool) -> Any:
 
 
 def _auto(hf: Any, own_code: bool) -> tuple[Any, Any]:
-    """(the class of transformers that chooses the network's class, the choices). For T5 and similar networks, the encoder."""
+    """(transformers' auto class, its table of network classes). For T5 and similar networks, those of the encoder."""
     transformers = _library()
     if not own_code and type(hf) in transformers.MODEL_FOR_TEXT_ENCODING_MAPPING:
         return transformers.AutoModelForTextEncoding, transformers.MODEL_FOR_TEXT_ENCODING_MAPPING
@@ -201,7 +201,7 @@ def _build(hf: Any, config: TransformersConfig, dtype: torch.dtype) -> nn.Module
 def _load(network: Any, hf: Any, config: TransformersConfig, checkpoint: Checkpoint) -> nn.Module:
     """The network with its weights, on the checkpoint's device and in its dtype.
 
-    Raises: ModelError for missing tensors. A pooler's may be missing, because nothing here runs poolers.
+    Raises: ModelError for missing tensors. A pooler's tensors may be missing, because this engine does not run poolers.
     """
     try:
         loaded, report = type(network).from_pretrained(
@@ -232,15 +232,15 @@ def _load(network: Any, hf: Any, config: TransformersConfig, checkpoint: Checkpo
 def _count(network: nn.Module, shapes: ShapeCounter) -> None:
     """Take the network's parameters, so that a plan knows the size."""
     tables = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
-    for parameter in network.parameters():  # tied ones once
+    for parameter in network.parameters():  # gives tied parameters once
         take = shapes.take_embedding if id(parameter) in tables else shapes.take
         take("", *parameter.shape)
 
 
 def _check_positions(network: nn.Module, config: TransformersConfig) -> None:
-    """Stop where a position table has too few rows for the longest text.
+    """Stop if a position table has too few rows for the longest text.
 
-    Where positions begin after the padding token's, as in RoBERTa, config.json counts more positions than a text can have.
+    If positions begin after the padding token's position, as in RoBERTa, config.json counts more positions than a text can have.
     """
     for name, table in network.named_modules():
         if name.endswith("position_embeddings") and isinstance(table, nn.Embedding) and table.padding_idx is not None:
@@ -250,7 +250,7 @@ def _check_positions(network: nn.Module, config: TransformersConfig) -> None:
 
 
 def _origin(folder: Path) -> str:
-    """A folder's model and revision where it lies in the Hub's cache, else its path."""
+    """The model and revision of a folder in the Hub's cache, or the path of another folder."""
     if folder.parent.name != "snapshots":
         return str(folder)
     return f"{folder.parent.parent.name.removeprefix('models--').replace('--', '/')} at revision {folder.name}"

@@ -1,4 +1,4 @@
-"""Attention of a whole batch: our kernel on a GPU; on a CPU, batched products over sequences of like length."""
+"""Attention of a whole batch: our kernel on a GPU, and batched products over sequences of similar length on a CPU."""
 
 import math
 from dataclasses import dataclass
@@ -12,16 +12,15 @@ from engine.kernels.reference import ALIGNED_KEYS, BLOCK_BYTES
 from engine.model.layers.e4m3_values import E4M3
 from engine.run.batch import PackedBatch
 
-# Up to this length one fused call is quicker than the steps of `_Chunk.attend`.
+# Up to this length one fused call is faster than the steps of `_Chunk.attend`.
 _SHORT = 24
 
 
 class Attention:
-    """softmax(q k^T / sqrt(D)) v within each sequence; made once a batch, used by each layer.
+    """softmax(q k^T / sqrt(D)) v within each sequence. It is made once for a batch, and each layer uses it.
 
-    On a CPU, encoders' sequences of like length go through two batched products side by side, padded to a common width for the
-    score matrix alone. They go there in chunks of bounded memory (docs/decisions/027). In bf16 torch's fused CPU attention
-    takes 25 to 60 % longer.
+    On a CPU, encoders' sequences of similar length share two batched products. Only the score matrix is padded to a common width.
+    Chunks limit the memory (docs/decisions/027). In bf16 torch's fused CPU attention takes 25 to 60 % longer.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Attention:
             heads: (query heads, key heads).
             window: a token sees no token further away than this.
             bias: [H, 2 R + 1] fp32, added to a scaled score by the distance from query to key, -R to R.
-            in_e4m3: give results in e4m3, of values that `e4m3_values` has scaled.
+            in_e4m3: give results in e4m3. `e4m3_values` must have scaled the values.
         """
         self._batch, self._causal, self._window, self._bias = batch, causal, window, bias
         self._ones: Tensor | None = None
@@ -52,7 +51,7 @@ class Attention:
         self._table: Tensor | None = None  # `reference.bias_by_distance`, of the widest chunk
 
     def __call__(self, qkv: Tensor, pooled_only: bool = False) -> MaybeQuantized:
-        """[T, H + 2 K, D] -> [T, H D]. With `pooled_only`, only rows that pooling reads need be right."""
+        """[T, H + 2 K, D] -> [T, H D]. With `pooled_only`, only the rows that pooling reads must be right."""
         mixed = self._mixed(qkv, pooled_only).flatten(1)
         return mixed if self._ones is None else Quantized(reference.to_e4m3(mixed), self._ones)
 
@@ -65,7 +64,7 @@ class Attention:
         if batch.tile_shape is None:
             return reference.attention(q, k, v, batch.lengths, self._causal, self._window, self._bias, batch.prefixes)
         tiles = batch.pooled_tiles if pooled_only else batch.tiles
-        if self._bias is not None and self._unscaled_bias is None:  # the kernel scales it with the scores
+        if self._bias is not None and self._unscaled_bias is None:  # the kernel multiplies bias and score by the scale
             self._unscaled_bias = self._bias * math.sqrt(qkv.shape[2])
         bias = self._unscaled_bias
         dtype = None if self._ones is None else E4M3
@@ -94,8 +93,8 @@ class _Block:
 
     queries: slice
     keys: slice
-    tokens: Tensor  # which of the chunk's n x queries are tokens, and no padding
-    rows: Tensor  # the rows of the packed batch that these tokens are
+    tokens: Tensor  # the places of real tokens (not padding) among the chunk's n x queries
+    rows: Tensor  # the rows of these tokens in the packed batch
 
 
 class _Chunk:
@@ -114,7 +113,7 @@ class _Chunk:
         Args:
             heads: the heads that are computed together.
             blocks: `reference.query_blocks`.
-            backwards: queries run from the last to the first, as in `reference.bias_by_key`.
+            backwards: the queries are in reverse order, as in `reference.bias_by_key`.
         """
         self.lengths, self.width, self.heads, self.backwards = lengths, width, heads, backwards
         columns = torch.arange(width)
@@ -133,7 +132,7 @@ class _Chunk:
 
         Args:
             by_head: Q, K and V, [3, H, T, D].
-            table: `reference.bias_by_distance`, of this width or more; given if `backwards`.
+            table: `reference.bias_by_distance` of at least this width. Given if `backwards`.
         """
         for heads in self.heads:
             of_heads = table if table is None or len(table) == 1 else table[heads]
@@ -157,12 +156,12 @@ class _Chunk:
             out.index_copy_(0, block.rows, mixed.index_select(1, block.tokens).transpose(0, 1))
 
 
-# Tensors [n, W, D] of one head beside its scores: Q, K, V, the queries backwards, the result, its tokens.
+# The number of tensors [n, W, D] of one head beside its scores: Q, K, V, the queries in reverse, the result, its tokens.
 _COPIES = 6
 
 
 def _chunks(lengths: tuple[int, ...], heads: int, head_dim: int, itemsize: int, window: int | None, biased: bool) -> list[_Chunk]:
-    """A batch's sequences by width, in chunks that hold `attention_bytes` at most."""
+    """A batch's sequences by width, in chunks that take at most `attention_bytes`."""
     by_width: dict[int, tuple[list[int], list[int]]] = {}
     start = 0
     for length in lengths:
@@ -182,11 +181,11 @@ def _chunks(lengths: tuple[int, ...], heads: int, head_dim: int, itemsize: int, 
 
 
 def _parts(count: int, most: int) -> list[slice]:
-    """range(count) in parts of like size, at most `most` each."""
+    """range(count) in parts of about equal size, at most `most` each."""
     size = -(-count // -(-count // most))
     return [slice(start, min(count, start + size)) for start in range(0, count, size)]
 
 
 def attention_bytes(longest: int, head_dim: int, itemsize: int) -> int:
-    """What attention on a CPU holds at most beside Q, K, V and its result, for sequences of up to `longest` tokens."""
+    """The most bytes of attention on a CPU beside Q, K, V and its result, for sequences of up to `longest` tokens."""
     return BLOCK_BYTES + _COPIES * longest * head_dim * itemsize

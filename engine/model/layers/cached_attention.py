@@ -1,4 +1,4 @@
-"""Attention of streams: the cache has the keys and values of all their tokens, those of this pass included."""
+"""Attention of streams. The cache has the keys and values of all their tokens, also those of this pass."""
 
 import torch
 from torch import Tensor

@@ -1,9 +1,9 @@
-"""Scales values so that attention's results are within e4m3, with no look at the results.
+"""Scales values so that attention's results fit into e4m3, without a look at the results.
 
-Attention gives averages of V's rows, so no result is larger than V's largest value. The weights bound that value: a norm gives
-vectors of length sqrt(C) at most, before its own weight. `scale_values` divides each of V's columns by a power of two that brings
-this bound within e4m3. The columns of the matrix behind attention are multiplied with the same power. A typical value lies a
-factor of sqrt(C) below the bound. e4m3 keeps all of its bits for a factor of 28,000.
+Attention gives averages of V's rows, so no result is larger than V's largest value. The weights bound that value, because a norm
+gives vectors of length sqrt(C) at most, before its own weight. `scale_values` divides each of V's columns by a power of two that
+brings this bound into e4m3's range. The columns of the next matrix are multiplied by the same power. A typical value is a factor
+of sqrt(C) below the bound. e4m3 keeps all its bits over a factor of 28,000.
 """
 
 import torch
@@ -19,7 +19,7 @@ E4M3 = torch.float8_e4m3fn
 def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Tensor | None:
     """Divide the values, the last `num_columns` columns of `qkv`. `norm` gives the input of `qkv`.
 
-    Returns: the divisors, [num_columns] fp32. None where `qkv` is not in e4m3; then nothing is changed.
+    Returns: the divisors, [num_columns] fp32. None if `qkv` is not in e4m3: then nothing changes.
     """
     weight = None if isinstance(qkv, SideBySide) else qkv.weight
     if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:

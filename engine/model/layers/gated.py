@@ -14,7 +14,7 @@ from engine.model.weights import WeightSource
 
 
 class Gated:
-    """act(x G^T) * (x U^T). `gate_up` gives all columns of the gate and then all of up; `activation` multiplies the two."""
+    """act(x G^T) * (x U^T). `gate_up` gives the gate's columns, then up's columns. `activation` multiplies the two."""
 
     def __init__(self, gate_up: Linear, activation: Callable[[Tensor], Tensor]) -> None:
         self.gate_up, self.activation = gate_up, activation
@@ -27,8 +27,8 @@ class Gated:
 class SwiGLU:
     """silu(x G^T) * (x U^T) of a normalised residual stream.
 
-    Where our kernels run, the rows of G and U lie in turn, eight of each. A product then has both values of a column in one
-    place, and writes neither.
+    For our kernels the rows of G and U alternate, eight of each. So a product has both values of a column in one place, and does
+    not write them to memory.
     """
 
     def __init__(self, checkpoint: WeightSource, gate_up: Tensor | FourBits) -> None:

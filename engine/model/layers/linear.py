@@ -1,18 +1,18 @@
-"""y = x W^T + b on packed rows, with the operation that follows: exact GeLU, or the sum with a residual stream.
+"""y = x W^T + b on packed rows, with the next operation: exact GeLU, or the addition to a residual stream.
 
 `Linear.of` chooses the implementation once, at load, by the weight:
 
-* `OneDnnLinear`: a CPU with oneDNN. Load reorders the weight into oneDNN's blocked layout. Bias, GeLU and residual are part of
-  the same call: 2.6 ms instead of 4.1 ms for a short query in fp32, and 94-100 % of the bf16 peak of a Zen 4 core
+* `OneDnnLinear`: a CPU with oneDNN. At load the weight is reordered into oneDNN's blocked layout. Bias, GeLU and residual are
+  part of the same call. A short query in fp32 takes 2.6 ms instead of 4.1 ms, and bf16 reaches 94-100 % of a Zen 4 core's peak
   (docs/decisions/002).
-* `DecodingLinear`: the same in bf16, for a model that generates. A pass of one token has one row, and oneDNN then reads weights
-  at two thirds of the speed of FBGEMM. So up to a few rows go through FBGEMM (docs/decisions/033).
-* `CudaLinear`: 16 or 32 bits on a GPU, our kernels or cuBLAS. The residual is cuBLAS's accumulator, so the sum is rounded once
-  and the next norm reads one tensor less. In bf16 cuBLASLt adds bias and GeLU. Its GeLU is the tanh form, which differs from the
-  exact one by less than bf16 rounds (docs/decisions/006).
+* `DecodingLinear`: the same in bf16, for a generation model. A decode pass has few rows, and for few rows oneDNN reads weights
+  at two thirds of FBGEMM's speed. So a few rows go through FBGEMM (docs/decisions/033).
+* `CudaLinear`: 16 or 32 bits on a GPU, with our kernels or cuBLAS. The residual is cuBLAS's accumulator, so the sum is rounded
+  once and the next norm reads one tensor less. In bf16 cuBLASLt adds bias and GeLU. Its GeLU is the tanh form, whose difference
+  from the exact form is smaller than bf16's rounding (docs/decisions/006).
 * `Linear8`: a weight in 8 bits (docs/decisions/023).
 * `Linear4`: a weight in 4 bits on a GPU (docs/decisions/046).
-* `SideBySide`: Q, K and V of unlike kinds (docs/decisions/056).
+* `SideBySide`: Q, K and V of different kinds (docs/decisions/056).
 * `PlainLinear`: everywhere else, plain torch. It is the specification of the others.
 """
 
@@ -31,7 +31,7 @@ from engine.kernels import MaybeQuantized, Packed, Quantized, Weight
 from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.weights import WeightSource
 
-# Up to this many rows FBGEMM's products take less time than oneDNN's on a Zen 4 core. With 16 they take half as long again.
+# Up to this many rows FBGEMM's products are faster than oneDNN's on a Zen 4 core. With 16 rows they take 1.5 times as long.
 _FEW_ROWS = 4
 
 
@@ -69,7 +69,7 @@ class Linear(ABC):
         gelu: bool = False,
         scale: Tensor | None = None,
     ) -> "Linear":
-        """`name`.weight [rows, columns] and, where `biased`, `name`.bias. The columns are multiplied with `scale` [columns]."""
+        """`name`.weight [rows, columns] and, if `biased`, `name`.bias. The columns are multiplied by `scale` [columns]."""
         weight = checkpoint.take_matrix([f"{name}.weight"], [rows], columns)
         if scale is not None:
             assert isinstance(weight, Tensor), "only values in e4m3 have a scale"
@@ -81,7 +81,7 @@ class Linear(ABC):
     def load_rows(
         cls, checkpoint: WeightSource, names: list[str], rows: list[int], columns: int, biased: bool = True
     ) -> "Linear":
-        """Several layers that read the same input, such as Q, K and V, as one: the rows of each follow one another."""
+        """Several layers with the same input, such as Q, K and V, as one layer. Its rows are those of the layers in order."""
         weights = checkpoint.take_matrices([f"{name}.weight" for name in names], rows, columns)
         biases: Sequence[Tensor | None] = [None] * len(weights)
         if biased:
@@ -102,14 +102,14 @@ class Linear(ABC):
         return self(norm.of_sum(x))
 
     def _finished(self, y: Tensor) -> Tensor:
-        """Bias and GeLU of x W^T, in place."""
+        """Adds the bias to x W^T and applies GeLU, in place."""
         if not self.gelu:
             return y if self.bias is None else y.add_(self.bias)
         return cast(Tensor, torch.ops.aten.gelu_(y)) if self.bias is None else kernels.gelu(y, self.bias)
 
     @abstractmethod
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
-        """residual + x W^T + b, [T, N]. `residual` may be overwritten. Parts that cost a pass of their own stay pending."""
+        """residual + x W^T + b, [T, N]. `residual` may be overwritten. Parts that would need a separate kernel stay pending."""
 
 
 class PlainLinear(Linear):
@@ -129,7 +129,7 @@ class PlainLinear(Linear):
 
 
 class OneDnnLinear(Linear):
-    """A CPU's. The overloads are named: finding the right one by trial takes longer than the product itself."""
+    """For CPUs. The code names the operators' overloads: torch's search for an overload takes longer than the product."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
         self.weight: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -145,7 +145,7 @@ class OneDnnLinear(Linear):
 
 
 class DecodingLinear(OneDnnLinear):
-    """A CPU's in bf16, with a copy of the weight in fp16 for a few rows.
+    """For CPUs in bf16, with a copy of the weight in fp16 for a few rows.
 
     fp16 holds every bf16 number from 2^-14 to 65504 exactly. It rounds smaller ones to a multiple of 2^-24. Sums are fp32.
     """
@@ -168,7 +168,7 @@ class DecodingLinear(OneDnnLinear):
 
 
 class CudaLinear(Linear):
-    """A GPU's, in 16 or 32 bits."""
+    """For GPUs, in 16 or 32 bits."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
         self.weight: Tensor = weight
@@ -237,7 +237,7 @@ class Linear4(Linear):
 
 
 class SideBySide(Linear):
-    """Layers that read the same input and whose matrices cannot be one, as some are in 4 bits: their results side by side."""
+    """The results, side by side, of layers with the same input whose matrices cannot be one, because some are in 4 bits."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = parts
@@ -253,9 +253,10 @@ class SideBySide(Linear):
         return Residual(residual.add_(self(x)))
 
 
-# oneDNN compiles a primitive for each weight's shape and number of tokens. By default oneDNN and torch keep 1,024 of them each:
-# 1.5 MiB for each number of tokens of MiniLM, whose replica grew by 1.2 GiB in 600 passes and went on. With 512 it stops at
-# 0.9 GiB, and texts of up to 60 tokens take the same time. With 256 it stops at 0.6 GiB, and they take up to 7 % longer.
+# oneDNN compiles a primitive for each weight's shape and number of tokens. By default oneDNN and torch keep 1,024 of them each.
+# MiniLM's primitives take 1.5 MiB for each number of tokens: its replica grew by 1.2 GiB in 600 passes and continued to grow.
+# With 512 it stops at 0.9 GiB, and texts of up to 60 tokens take the same time. With 256 it stops at 0.6 GiB, and such texts take
+# up to 7 % longer.
 _MOST_PRIMITIVES = "512"
 
 
@@ -263,8 +264,8 @@ _MOST_PRIMITIVES = "512"
 def _has_onednn(dtype: torch.dtype) -> bool:
     """Whether torch has the fused operators for this dtype, found by a trial.
 
-    torch.compile emits them for CPUs. They are private to torch, some builds lack them, and CPUs without bf16 instructions lack
-    them in bf16.
+    torch.compile uses them on CPUs. They are private to torch, and some builds do not have them. CPUs without bf16 instructions
+    do not have them in bf16.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read at the first operator
         os.environ.setdefault(name, _MOST_PRIMITIVES)
@@ -284,7 +285,7 @@ def _fits_float16(weight: Tensor) -> bool:
 
 @cache
 def _has_fbgemm() -> bool:
-    """Whether torch multiplies with weights in fp16 here, found by a trial. On other CPUs than x86 it does not."""
+    """Whether torch can multiply by weights in fp16 here, found by a trial. It can on x86 CPUs only."""
     try:
         packed = torch.ops.quantized.linear_prepack_fp16(torch.ones(8, 8), None)
         y = torch.ops.quantized.linear_dynamic_fp16.default(torch.ones(1, 8), packed)

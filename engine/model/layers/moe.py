@@ -1,4 +1,4 @@
-"""Mixture of experts: each token goes through a few of several feed-forward layers. A router chooses them."""
+"""Mixture of experts: a router chooses a few of several feed-forward layers for each token."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Experts:
         return torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device).scatter_(1, chosen, largest.to(x.dtype))
 
     def all_of_them(self, x: Tensor, gates: Tensor) -> Tensor:
-        """Runs every expert on every token. No shape depends on the gates, as CUDA graphs need. A gate of zero adds exactly 0."""
+        """Runs every expert on every token. A gate of zero adds exactly 0. CUDA graphs need shapes that are always the same."""
         out = x + self.bias
         for (up, down), gate in zip(self.experts, gates.unbind(1), strict=True):
             out = down.add_to(out, up(x).mul_(gate.unsqueeze(1))).added()

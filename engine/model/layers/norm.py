@@ -12,8 +12,8 @@ from engine.model.weights import WeightSource
 class Residual(NamedTuple):
     """A residual stream: `value` + `pending` + `bias`.
 
-    A product leaves parts pending where it cannot add them at no cost. The norm behind it adds them, as it reads the stream
-    in any case. `added` adds them where no norm follows.
+    A product leaves parts pending if it cannot add them for free. The next norm adds them, because it reads the stream anyway.
+    `added` adds them if no norm follows.
     """
 
     value: Tensor  # [T, C]
@@ -21,7 +21,7 @@ class Residual(NamedTuple):
     bias: Tensor | None = None  # [C]
 
     def added(self) -> Tensor:
-        """The sum, [T, C]. `value` is overwritten where a part is pending."""
+        """The sum, [T, C]. `value` is overwritten if a part is pending."""
         y = self.value if self.pending is None else self.value.add_(self.pending)
         return y if self.bias is None else y.add_(self.bias)
 
@@ -34,7 +34,7 @@ class LayerNorm:
 
     @classmethod
     def load(cls, checkpoint: WeightSource, name: str, width: int, eps: float, biased: bool = True) -> "LayerNorm":
-        """`name`.weight and, where `biased`, `name`.bias."""
+        """`name`.weight and, if `biased`, `name`.bias."""
         weight = checkpoint.take(f"{name}.weight", width)
         if biased:
             return cls(weight, checkpoint.take(f"{name}.bias", width), eps)
@@ -51,7 +51,7 @@ class LayerNorm:
         return kernels.layer_norm(x.pending, self.weight, self.shift, self.eps, x.bias, x.value)
 
 
-# Up to this many rows, what a norm takes on a CPU is the number of torch's operations, not their size.
+# Up to this many rows, a norm's time on a CPU depends on the number of torch's operations, not on their size.
 _FEW_ROWS = 16
 
 
@@ -69,7 +69,7 @@ class RMSNorm:
         """[T, C] -> [T, C], dtype kept."""
         if self._signs is None or len(x) > _FEW_ROWS:
             return kernels.rms_norm(x, self.weight, self.eps)
-        # (x, -x) has a mean of 0 and x's mean square as its variance: torch's LayerNorm of it is one operation instead of eight.
+        # (x, -x) has a mean of 0, and its variance is x's mean square. torch's LayerNorm of it is one operation instead of eight.
         both = x.unsqueeze(1) * self._signs  # [T, 2, C]
         return torch.layer_norm(both, self._both.shape, self._both, None, self.eps)[:, 0]
 

@@ -1,4 +1,4 @@
-"""Post-norm layers: x = norm(x + f(x)) for each half, as encoders since BERT have them."""
+"""Post-norm layers, as in BERT and later encoders: x = norm(x + f(x)) for each half."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class PostNormLayer:
         return self.output_norm.of_sum(self.mlp(hidden))
 
     def attended(self, hidden: Tensor, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Tensor:
-        """The first half. A function of its own, so that its tensors are free before the second half."""
+        """The first half. It is a separate function, so that its tensors are free before the second half."""
         mixed, hidden = self.attend(Residual(hidden), batch, attention, pooled_only)
         return self.attention_norm.of_sum(self.attend.out.add_to(hidden, mixed))
 
@@ -62,7 +62,7 @@ class BertNames:
 
 
 def bert_layers(config: ModelConfig, checkpoint: WeightSource, names: BertNames, norm: LayerNorm) -> list[PostNormLayer]:
-    """All layers of BERT. `norm`: the one before the first layer."""
+    """All layers of BERT. `norm`: the norm before the first layer."""
     layers: list[PostNormLayer] = []
     for index in range(config.n_layers):
         layers.append(_bert_layer(config, checkpoint, names, index, layers[-1].output_norm if layers else norm))

@@ -25,7 +25,7 @@ def rope_angles(source: WeightSource, head_dim: int, theta: float, positions: in
 
 
 class SelfAttention:
-    """Projects tokens to Q, K and V, rotates Q and K, and mixes the values. The caller multiplies with `out`, its projection."""
+    """Projects tokens to Q, K and V, rotates Q and K, and mixes the values. The caller applies `out`, the output projection."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SelfAttention:
     ) -> tuple[MaybeQuantized, Tensor]:
         """Returns: the mixed values [T, H D], and the residual stream [T, C].
 
-        With `pooled_only`, both are the B rows that pooling reads. Q, K and V are free on return.
+        With `pooled_only`, both have only the B rows that pooling reads. Q, K and V are free on return.
         """
         qkv = self.project(x, batch)
         mixed = attention(qkv, pooled_only)
@@ -81,7 +81,7 @@ class HasAttention(Protocol):
 def attention_by_layer(
     batch: PackedBatch, layers: Sequence[HasAttention], causal: bool, bias: Tensor | None = None
 ) -> Sequence[AttentionCall]:
-    """Each layer's attention over this batch. Layers with the same window share one.
+    """Each layer's attention over this batch. Layers with the same window share one object.
 
     Args:
         bias: as in `Attention`.

@@ -1,5 +1,6 @@
-"""Checkpoints that were published in 4 or 8 bits: what config.json says of them, and how each format's tensors are read.
+"""Checkpoints that were published in 4 or 8 bits: reads their config.json and the tensors of each format.
 
-`scheme.py` reads config.json. `fp8.py`, `gptq.py`, `awq.py` and `compressed_tensors.py` bring the tensors of one format into the
-layouts of `layout.py`. `files.py` shows the matrices as if a checkpoint held them in 16 bits.
+`quantization_config.py` reads config.json into the types of `scheme.py`. `fp8.py`, `fp4.py`, `gptq.py`, `awq.py`,
+`compressed_tensors.py` and `modelopt.py` bring the tensors of one format into the layouts of `layout.py`. `files.py` shows the
+matrices as if the checkpoint had them in 16 bits. `four_bits.py` decides which matrices stay in 4 bits.
 """

@@ -1,4 +1,4 @@
-"""AWQ in its gemm version: `qweight` [K, N / 8], `qzeros` [G, N / 8] and `scales` [G, N], in 4 bits.
+"""Reads AWQ in its gemm version: `qweight` [K, N / 8], `qzeros` [G, N / 8] and `scales` [G, N], in 4 bits.
 
 A word holds eight output rows. The lowest four bits are row 0, then come rows 2, 4, 6, 1, 3, 5, 7. Source: `WQLinear_GEMM` of
 AutoAWQ.
@@ -11,7 +11,7 @@ from engine.model.quantized.layout import FourBits, four_bits, unpack
 from engine.model.quantized.parts import SCALES, Parts
 from engine.model.quantized.scheme import Awq
 
-# Where a word has each row: row 0 in its first four bits, row 1 in the fifth.
+# The place of each row in a word, in units of four bits: row 0 is the first, row 1 the fifth.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

@@ -1,9 +1,9 @@
-"""compressed-tensors: FP8 and int8 in `weight`, int4 and int8 packed in `weight_packed`, with `weight_scale`; e2m1 in `fp4.py`.
+"""Reads compressed-tensors: FP8 and int8 in `weight`, int4 and int8 packed in `weight_packed`, with `weight_scale`.
 
-A word of `weight_packed` [N, K * bits / 32] holds successive input columns as code + 2^(bits - 1), the first in the lowest bits.
-`weight_zero_point` of packed matrices is packed the same way along the rows, [N * bits / 32, G]; that of others is int8 like
-`weight_scale`. `weight_g_idx` [K] is the group of each column, with -1 in all places for "in order". Source:
-`compressors/pack_quantized` and `compressors/naive_quantized` of compressed-tensors.
+`fp4.py` reads e2m1. A word of `weight_packed` [N, K * bits / 32] has successive input columns as code + 2^(bits - 1), the first
+in the lowest bits. In packed matrices `weight_zero_point` is packed in the same way along the rows, [N * bits / 32, G]. In others
+it is int8, with the shape of `weight_scale`. `weight_g_idx` [K] is the group of each column; -1 in all places means "in order".
+Source: `compressors/pack_quantized` and `compressors/naive_quantized` of compressed-tensors.
 """
 
 import torch
@@ -63,11 +63,11 @@ def _read_packed(parts: Parts, group: Group) -> FourBits | EightBits:
 
 
 def _scales(parts: Parts, group: Group, n: int, k: int) -> tuple[Tensor, tuple[int, int]]:
-    """(the scales as in `EightBits`, rows and columns of the block that shares one)."""
+    """(the scales as in `EightBits`, the rows and columns of a block with one scale)."""
     if group.strategy == "tensor":
         return parts.take_one("weight_scale").expand(n, 1), (1, k)
     if group.strategy == "block":
-        assert group.block is not None, "the scheme's reader saw to it"
+        assert group.block is not None, "read_scheme has checked it"
         rows, columns = group.block
         return parts.take("weight_scale", SCALES, (-(-n // rows), -(-k // columns))), group.block
     groups = parts.num_groups(k, group.group_size if group.strategy == "group" else None)

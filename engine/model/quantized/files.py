@@ -1,4 +1,4 @@
-"""Shows the quantised matrices of a checkpoint as one tensor each, `weight` [N, K], among its other tensors."""
+"""Shows each quantised matrix of a checkpoint as one tensor, `weight` [N, K], among the other tensors."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.model.quantized.parts import Parts
 from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, ModelOpt, Scheme
 from engine.model.weight_files import WeightFile
 
-# A module with one of these tensors is quantised. The other tensors of its matrix lie beside it.
+# A module with one of these tensors is quantised. The matrix's other tensors have the same prefix.
 _PACKED = ("qweight", "weight_packed")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OTHERS = (
@@ -35,7 +35,7 @@ _CACHE_SCALES = (
 
 
 class QuantizedFiles:
-    """All files of a quantised checkpoint as one. `tensor` dequantises a matrix when it is taken."""
+    """All files of a quantised checkpoint as one file. `tensor` dequantises a matrix when it is taken."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class QuantizedFiles:
         """
         Args:
             to_device: brings a matrix's tensors to the device that dequantises it.
-            dtype: of the dequantised matrices.
+            dtype: the dtype of dequantised matrices.
         """
         self._files, self._scheme, self._folder, self._to_device, self._dtype = files, scheme, folder, to_device, dtype
         self._file_of = {name: file for file in files for name in file.names}
         if isinstance(scheme, CompressedTensors | ModelOpt) and scheme.has_cache_scales:
             self._file_of = {name: file for name, file in self._file_of.items() if not name.endswith(_CACHE_SCALES)}
-        self._left: dict[WeightFile, set[str]] = {file: set() for file in files}  # tensors that are still to come
+        self._left: dict[WeightFile, set[str]] = {file: set() for file in files}  # tensors that are not taken yet
         for name, file in self._file_of.items():
             self._left[file].add(name)
         self._parts_of = self._find_parts()
@@ -65,15 +65,15 @@ class QuantizedFiles:
         self.num_values = sum(map(self._size, plain)) + sum(matrices)
 
     def tensor(self, name: str) -> Tensor:
-        """A plain tensor as it is stored, or a matrix [N, K] in `dtype` on the device.
+        """A plain tensor in its stored form, or a matrix [N, K] in `dtype` on the device.
 
-        Raises: ModelError naming a tensor of the matrix that is missing, or of another shape or dtype, or too many.
+        Raises: ModelError naming a tensor of the matrix that is missing, superfluous, or of another shape or dtype.
         """
         found = self.matrix(name)
         return found if isinstance(found, Tensor) else found.dequantized(self._dtype)
 
     def matrix(self, name: str) -> Tensor | QuantizedMatrix:
-        """As `tensor`, but a matrix is in its layout, on the device."""
+        """The same as `tensor`, but a matrix is in its layout on the device."""
         names = self._parts_of.get(name.removesuffix(".weight"))
         if names is None:
             tensor = self._file_of[name].tensor(name)
@@ -92,7 +92,7 @@ class QuantizedFiles:
         return self._size(name) if names is None else self._num_codes(name.removesuffix(".weight"), names)
 
     def adds_nothing(self, name: str) -> bool:
-        """Whether the tensor is a bias of zeros of a quantised layer. AutoGPTQ writes one for layers that have none."""
+        """Whether the tensor is a quantised layer's bias of zeros. AutoGPTQ writes one for layers without a bias."""
         module, _, part = name.rpartition(".")
         return part == "bias" and module in self._parts_of and not bool(self._file_of[name].tensor(name).any())
 
@@ -114,7 +114,7 @@ class QuantizedFiles:
                 return read_modelopt(parts, self._scheme)
 
     def _find_parts(self) -> dict[str, dict[str, str]]:
-        """By each quantised module, the names of its tensors by their last name."""
+        """For each quantised module, its tensors' full names by their last names."""
         found: dict[str, dict[str, str]] = {}
         for name in self._file_of:
             module, _, part = name.rpartition(".")
@@ -123,11 +123,11 @@ class QuantizedFiles:
         for module, parts in found.items():
             parts |= {part: f"{module}.{part}" for part in (*_PACKED, *_SCALES, *_OTHERS) if f"{module}.{part}" in self._file_of}
             if "weight" in parts and any(part in parts for part in _PACKED):
-                raise ModelError(f"{self._folder}: {module} has a weight, and a quantised one too: {', '.join(parts.values())}")
+                raise ModelError(f"{self._folder}: {module} has both a weight and a quantised one: {', '.join(parts.values())}")
         return found
 
     def _num_codes(self, module: str, names: dict[str, str]) -> int:
-        """Values of a matrix. 0 where its codes are missing, which `tensor` reports."""
+        """The number of a matrix's values. 0 if its codes are missing, which `tensor` reports."""
         codes = next((names[part] for part in (*_PACKED, "weight") if part in names), None)
         return 0 if codes is None else self._size(codes) * self._scheme.values_a_code(module)
 
@@ -135,7 +135,7 @@ class QuantizedFiles:
         return self._file_of[name].size(name)
 
     def _count(self, names: Iterable[str]) -> None:
-        """Close each file behind its last tensor: a mapping's pages count as this process's memory."""
+        """Close each file after its last tensor, because a mapping's pages count as this process's memory."""
         for name in names:
             file = self._file_of[name]
             self._left[file].discard(name)

@@ -1,4 +1,4 @@
-"""Matrices that stay in 4 bits on a GPU: which ones can, and how a matrix of floats is rounded to 4 bits."""
+"""Decides which matrices stay in 4 bits on a GPU, and rounds matrices of floats to 4 bits."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from engine.kernels.four_bits import GROUPS, Packed, pack4, packs
 from engine.model.quantized.layout import Blocks, FourBits, QuantizedMatrix, four_bits
 from engine.model.quantized.scheme import Awq, CompressedTensors, Gguf, Gptq, Group, Quantization
 
-GROUP = 64  # columns that share a scale where the engine rounds a matrix itself
-# Scales to try for a group, as shares of the one that puts its largest value at the end of the codes: -8, and -7 for the first.
+GROUP = 64  # columns that share a scale if the engine rounds a matrix itself
+# Scales to try for a group, as multiples of the scale that gives its largest value the code -8. The first gives it the code -7.
 _FACTORS = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 _STEP_VALUES = 1 << 22  # values that are rounded at a time
 
 
 def why_not(matrix: QuantizedMatrix) -> str | None:
-    """Returns why the kernels do not take this matrix as it is; None if they do."""
+    """Returns the reason why the kernels cannot take this matrix unchanged. None if they can."""
     if not isinstance(matrix, FourBits):
         return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "another layout"
     if matrix.order is not None:
@@ -35,7 +35,7 @@ def why_not(matrix: QuantizedMatrix) -> str | None:
 
 
 def kept_groups(scheme: Quantization | None) -> tuple[int, bool] | None:
-    """The columns of a group, and whether groups have zeros, of a checkpoint whose layers all stay in 4 bits. None for others."""
+    """(the columns of a group, whether groups have zeros) of a checkpoint whose layers all stay in 4 bits. None for others."""
     match scheme:
         case Gptq(bits=4, group_size=int(columns), reorders=False) | Awq(group_size=int(columns)):
             return (columns, True) if columns in GROUPS else None
@@ -47,10 +47,10 @@ def kept_groups(scheme: Quantization | None) -> tuple[int, bool] | None:
 
 
 def in_four_bits(scheme: Quantization | None, values: int, layers: range) -> tuple[int, int]:
-    """Of a checkpoint's matrices in these layers: the values that can stay in 4 bits, and the bytes that they take then.
+    """(values that can stay in 4 bits, their bytes then) of a checkpoint's matrices in these layers.
 
     Args:
-        values: of all matrices of the layers.
+        values: the number of values of all matrices of the layers.
     """
     if isinstance(scheme, Gguf):
         kept = [scheme.kept[layer] for layer in layers]
@@ -61,12 +61,12 @@ def in_four_bits(scheme: Quantization | None, values: int, layers: range) -> tup
 
 
 def bytes_in_four_bits(values: int, columns: int, has_zeros: bool) -> int:
-    """Bytes of a matrix with a scale, and perhaps a zero or a min, for each group of columns."""
+    """The bytes of a matrix with a scale, and perhaps a zero or a min, for each group of columns."""
     return values // 2 + values // columns * (4 if has_zeros else 2)
 
 
 def joined(parts: Sequence[FourBits]) -> FourBits | None:
-    """The rows of several matrices as one; None if their groups differ, or if only some have mins."""
+    """The rows of several matrices as one matrix. None if their groups differ, or if only some have mins."""
     if len({(matrix.scales.shape[1], matrix.mins is None) for matrix in parts}) > 1:
         return None
     scales = torch.cat([m.scales.float() for m in parts])
@@ -91,12 +91,12 @@ def packed(matrix: FourBits) -> Packed:
 def to_four_bits(weight: Tensor) -> FourBits:
     """Rounds a matrix [N, K] of any float dtype to 4 bits, in groups of GROUP columns.
 
-    A group's scale is the one of a few that leaves the least squared error. It may be negative, as codes reach from -8 to 7.
+    A group's scale is the one with the least squared error among a few. It may be negative, because codes reach from -8 to 7.
     Raises: ModelError for a shape that the kernels do not take.
     """
     n, k = weight.shape
     if not packs(n, k, GROUP):
-        raise ModelError(f"a matrix of {n} x {k} cannot be in 4 bits, its sides are no multiples of 16 and {GROUP}; use bfloat16")
+        raise ModelError(f"a matrix of {n} x {k} cannot be in 4 bits: the sides are no multiples of 16 and {GROUP}; use bfloat16")
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(n, k // GROUP, dtype=torch.float16, device=weight.device)
     step = max(1, _STEP_VALUES // k)

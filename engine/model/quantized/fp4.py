@@ -1,8 +1,8 @@
-"""NVFP4 and MXFP4: values in e2m1, two in a byte, the earlier column in the low half.
+"""Reads NVFP4 and MXFP4: values in e2m1, two in a byte, the earlier column in the low half.
 
-NVFP4 has a scale in e4m3 for 16 columns, and one in fp32 for the matrix. compressed-tensors divides by the latter
-(`weight_global_scale`), ModelOpt multiplies with it (`weight_scale_2`). MXFP4 has a power of two for 32 columns, as its exponent
-plus 127. Source: `compressors/nvfp4` and `compressors/mxfp4` of compressed-tensors; `modelopt.py` of vLLM.
+NVFP4 has a scale in e4m3 for 16 columns, and a scale in fp32 for the matrix. compressed-tensors divides by the matrix's scale
+(`weight_global_scale`), ModelOpt multiplies by it (`weight_scale_2`). MXFP4 has a power of two for 32 columns, stored as the
+exponent plus 127. Source: `compressors/nvfp4` and `compressors/mxfp4` of compressed-tensors; `modelopt.py` of vLLM.
 """
 
 import torch
@@ -13,7 +13,7 @@ from engine.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 
 
 def read_nvfp4(parts: Parts) -> FourBitFloats:
-    """The matrix of ModelOpt, or of compressed-tensors if it has a `weight_packed`."""
+    """A matrix of compressed-tensors if it has a `weight_packed`, otherwise of ModelOpt."""
     is_compressed = parts.has("weight_packed")
     codes = parts.take("weight_packed" if is_compressed else "weight", (torch.uint8,), (None, None))
     groups = parts.num_groups(2 * codes.shape[1], NVFP4_GROUP)

@@ -1,6 +1,6 @@
-"""FP8 as Qwen and DeepSeek publish it: `weight` in e4m3, and `weight_scale_inv` with a scale for each block of 128 x 128.
+"""Reads FP8 in Qwen's and DeepSeek's form: `weight` in e4m3, and `weight_scale_inv` with a scale for each block of 128 x 128.
 
-A value is weight * weight_scale_inv, whatever the name says. Older checkpoints have one scale for the matrix, `weight_scale`.
+A value is weight * weight_scale_inv, in spite of the name. Older checkpoints have one scale for the matrix, `weight_scale`.
 Source: `FineGrainedFP8Config` of transformers; `fp8.py` of vLLM.
 """
 

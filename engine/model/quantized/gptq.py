@@ -1,9 +1,9 @@
-"""GPTQ: `qweight`, `qzeros`, `scales` and `g_idx`, in 4 or 8 bits.
+"""Reads GPTQ: `qweight`, `qzeros`, `scales` and `g_idx`, in 4 or 8 bits.
 
 A word of `qweight` [K * bits / 32, N] holds successive input columns, the first in the lowest bits. A word of `qzeros`
-[G, N * bits / 32] holds the zeros of successive output rows. Version 1 stores a zero less 1, modulo 2^bits. Version 2 stores the
-zero itself. `g_idx` [K] is the group of each input column; with desc_act it is in no order. Source: `qlinear_torch` of AutoGPTQ
-and GPTQModel.
+[G, N * bits / 32] holds the zeros of successive output rows. Version 1 stores a zero minus 1, modulo 2^bits. Version 2 stores the
+zero itself. `g_idx` [K] is the group of each input column, in any order with desc_act. Source: `qlinear_torch` of AutoGPTQ and
+GPTQModel.
 """
 
 import torch

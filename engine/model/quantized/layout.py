@@ -1,7 +1,7 @@
-"""The layouts of quantised matrices, one for each width: every published format is brought into them.
+"""The layouts of quantised matrices, one for each width. Every published format is converted to them.
 
-A matrix is [N, K], as `torch.nn.Linear` stores it. A value is (code - zero) * scale, or code * scale + min, computed in fp32 and
-rounded once to the dtype that is asked for.
+A matrix is [N, K], as in `torch.nn.Linear`. A value is (code - zero) * scale, or code * scale + min. It is computed in fp32 and
+rounded once to the requested dtype.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class QuantizedMatrix(Protocol):
     def shape(self) -> tuple[int, int]: ...
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in `dtype`, on the codes' device. Plain torch: the reference of any kernel that reads this layout."""
+        """[N, K] in `dtype`, on the codes' device. This plain torch is the reference for kernels that read the layout."""
         ...
 
 
@@ -32,14 +32,14 @@ class FourBits:
     scales: Tensor  # [N, G], any float dtype
     zeros: Tensor | None = None  # [N, G] uint8; None stands for 8
     order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None where they are the same
-    mins: Tensor | None = None  # [N, G], any float dtype, in the place of zeros
+    mins: Tensor | None = None  # [N, G], any float dtype, instead of zeros
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.codes), 2 * self.codes.shape[1]
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> "FourBits":
-        """The same change of rows, or of the device, for codes, scales, zeros and mins."""
+        """Applies the same change of rows, or of the device, to codes, scales, zeros and mins."""
         zeros, mins = (None if each is None else change(each) for each in (self.zeros, self.mins))
         return FourBits(change(self.codes), change(self.scales), zeros, self.order, mins)
 
@@ -121,7 +121,7 @@ class EightBits:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A matrix of a GGUF file in blocks that no layout here holds."""
+    """A matrix of a GGUF file, in blocks that fit no layout of this file."""
 
     kind: str  # ggml's name for the type
     shape: tuple[int, int]
@@ -138,7 +138,7 @@ def _in_slices(
     device: torch.device,
     order: Tensor | None = None,
 ) -> Tensor:
-    """The rows that `values` gives in fp32, in `dtype`. With `order`, column j becomes column order[j]."""
+    """Converts the fp32 rows of `values` to `dtype`. With `order`, column j becomes column order[j]."""
     whole = torch.empty(shape, dtype=dtype, device=device)
     step = max(1, _SLICE_VALUES // shape[1])
     for start in range(0, shape[0], step):
@@ -151,7 +151,7 @@ def _in_slices(
 
 
 def _halves(pairs: Tensor) -> Tensor:
-    """uint8 [A, B] -> uint8 [A, 2 B]: the low half of each byte, then the high one."""
+    """uint8 [A, B] -> uint8 [A, 2 B]: the low half of each byte, then its high half."""
     return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
@@ -170,5 +170,5 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:
-    """int32 [A, B] -> uint8 [A * 32 / bits, B]: as `unpack`, where a word holds a column's successive rows."""
+    """int32 [A, B] -> uint8 [A * 32 / bits, B]: like `unpack`, for words that hold successive rows of a column."""
     return unpack(words.T, bits).T

@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt: NVFP4 (`fp4.py`), or e4m3 in `weight` with one `weight_scale` for the matrix.
+"""Reads NVIDIA's ModelOpt: NVFP4 (`fp4.py`), or e4m3 in `weight` with one `weight_scale` for the matrix.
 
 Source: `modelopt.py` of vLLM.
 """

@@ -1,4 +1,4 @@
-"""The tensors that one quantised matrix is stored in, checked as they are taken."""
+"""The stored tensors of one quantised matrix. Each is checked when it is taken."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,15 +12,15 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Parts:
-    """The tensors of one linear layer's matrix, by their last name: `qweight`, `scales`. Each is taken once, with its checks."""
+    """The tensors of one linear layer's matrix, by their last names: `qweight`, `scales`. Each is taken and checked once."""
 
     def __init__(self, module: str, folder: Path, names: Mapping[str, str], read: Callable[[str], Tensor]) -> None:
         """
         Args:
             module: the layer's name.
             folder: for errors.
-            names: by a tensor's last name, its name in the file.
-            read: gives a tensor by its name in the file.
+            names: the tensors' names in the file, by their last names.
+            read: gives the tensor with a name in the file.
         """
         self.module, self._folder, self._left, self._read = module, folder, dict(names), read
 
@@ -48,18 +48,18 @@ class Parts:
         return tensor
 
     def take_one(self, part: str) -> Tensor:
-        """A scale of the whole matrix, [1, 1]. Raises: ModelError as `take`, and for more values than one."""
+        """A scale of the whole matrix, [1, 1]. Raises: ModelError as `take`, and for more than one value."""
         scale = self.take(part, SCALES)
         if scale.numel() != 1:
             raise self.error(f"tensor {self.module}.{part} has shape {list(scale.shape)}, expected one value")
         return scale.view(1, 1)
 
     def skip(self, part: str) -> None:
-        """Account for a tensor that may be there, and that only quantised activations need."""
+        """Accept a tensor that only quantised activations need. The tensor may be absent."""
         self._left.pop(part, None)
 
     def finish(self) -> None:
-        """Raises: ModelError naming tensors that nobody took."""
+        """Raises: ModelError naming the tensors that were not taken."""
         if self._left:
             raise self.error(
                 f"config.json's quantisation has no tensor {' and no '.join(sorted(self._left.values()))}; the matrix would be "
@@ -70,22 +70,22 @@ class Parts:
         return ModelError(f"{self._folder}: {message}")
 
     def num_groups(self, columns: int, group_size: int | None) -> int:
-        """Groups of a row. Raises: ModelError where they do not fill the row."""
+        """The number of groups of a row. Raises: ModelError if they do not fill the row."""
         size = columns if group_size is None else group_size
         if columns % size or columns % 2:
-            raise self.error(f"{self.module}: rows of {columns} columns are no multiple of the group size {size}, or are odd")
+            raise self.error(f"{self.module}: {columns} columns are not a multiple of the group size {size}, or are odd")
         return columns // size
 
     def order_of(self, group_of: Tensor, num_groups: int) -> Tensor | None:
-        """The order of columns that puts the columns of each group side by side, [K] int64; None where they are.
+        """The order of columns that puts the columns of each group side by side, [K] int64. None if they already are.
 
         Args:
             group_of: [K] int32, the group of each column.
-        Raises: ModelError where the groups are not of one size.
+        Raises: ModelError if the groups have different sizes.
         """
         in_order = bool((group_of[1:] >= group_of[:-1]).all())
         order = None if in_order else torch.argsort(group_of, stable=True)
         expected = torch.arange(num_groups, device=group_of.device).repeat_interleave(len(group_of) // num_groups)
         if not torch.equal((group_of if order is None else group_of[order]).long(), expected):
-            raise self.error(f"{self.module}: g_idx does not share the columns among {num_groups} groups of one size")
+            raise self.error(f"{self.module}: g_idx does not divide the columns into {num_groups} groups of one size")
         return order

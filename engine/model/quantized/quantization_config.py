@@ -1,7 +1,7 @@
-"""config.json's `quantization_config` -> a typed description of how a checkpoint's matrices are stored.
+"""Reads config.json's `quantization_config` into a typed description of the checkpoint's storage of matrices.
 
 Keys that change values are honoured, or refused by name. Keys that only choose other engines' kernels are not read. Activations
-are never quantised here, so keys for them change nothing: results are closer to the model that the authors quantised.
+are not quantised by these keys, so the results are closer to the model before quantisation.
 """
 
 import re
@@ -24,16 +24,16 @@ from engine.model.quantized.scheme import (
 )
 
 _WAY_OUT = (
-    "take the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm), compressed-tensors or ModelOpt "
+    "use the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm), compressed-tensors or ModelOpt "
     "(docs/models.md lists the kinds)"
 )
 
 
 def read_scheme(keys: Keys) -> Scheme | None:
-    """How a checkpoint's matrices are stored; None where they are not quantised.
+    """A checkpoint's storage of matrices. None if they are not quantised.
 
     Args:
-        keys: of the model's config.json.
+        keys: the keys of the model's config.json.
     Raises: ModelError naming the key, its value and the way out.
     """
     name = next((name for name in ("quantization_config", "compression_config") if keys.get(name)), None)
@@ -54,7 +54,7 @@ def read_scheme(keys: Keys) -> Scheme | None:
 
 
 class _Said:
-    """One dictionary below config.json's top. Every error names the file, the path of the key, and its value."""
+    """One dictionary within config.json. Every error names the file, the path of the key, and its value."""
 
     def __init__(self, keys: Keys, path: str, values: Any) -> None:
         self._keys, self._path = keys, path
@@ -80,7 +80,7 @@ class _Said:
         return value
 
     def empty(self, key: str) -> None:
-        """Stop where `key` holds anything: it would change values in a way that we do not compute."""
+        """Stop if `key` is not empty, because it would change values in a way that we do not compute."""
         if self.get(key):
             raise self.refusal(key, self.get(key), ("none",))
 
@@ -91,7 +91,7 @@ class _Said:
         return value
 
     def group_size(self, key: str) -> int | None:
-        """-1 stands for one group of all columns."""
+        """The group size. None for -1, which stands for one group of all columns."""
         return None if self.get(key) == -1 else self.size(key)
 
     def block(self, key: str) -> tuple[int, int]:
@@ -151,7 +151,7 @@ def _read_modelopt(said: _Said) -> ModelOpt:
 
 
 def _read_compressed_tensors(said: _Said) -> CompressedTensors:
-    said.one_of("quantization_status", "compressed", "frozen", None)  # older files say "frozen" of compressed tensors
+    said.one_of("quantization_status", "compressed", "frozen", None)  # older files have "frozen" for compressed tensors
     said.empty("transform_config")
     if said.get("sparsity_config"):
         said.below("sparsity_config").one_of("format", "dense", None)
@@ -177,7 +177,7 @@ _TYPES = {
 }
 
 
-# The strategy and the columns of a group of the formats in e2m1.
+# The strategy and the columns of a group, for the formats in e2m1.
 _FP4: dict[str, tuple[Literal["tensor_group", "group"], int]] = {
     "nvfp4-pack-quantized": ("tensor_group", NVFP4_GROUP),
     "mxfp4-pack-quantized": ("group", MXFP4_GROUP),

@@ -1,4 +1,4 @@
-"""A typed description of how a checkpoint's matrices are stored. `quantization_config.py` reads it from config.json."""
+"""Typed descriptions of a checkpoint's storage of matrices. `quantization_config.py` reads them from config.json."""
 
 import re
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """`group_size` None: one group of all columns. `adds_one`: the file holds zeros less 1 (GPTQ v1)."""
+    """GPTQ. `group_size` None: one group of all columns. `adds_one`: the file has each zero minus 1 (GPTQ v1)."""
 
     bits: Literal[4, 8]
     group_size: int | None
-    reorders: bool  # desc_act: g_idx says which group a column is in
+    reorders: bool  # desc_act: g_idx gives the group of each column
     adds_one: bool
 
     def values_a_code(self, module: str) -> int:
@@ -66,7 +66,7 @@ class ModelOpt:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How compressed-tensors stores the matrices of one group of layers."""
+    """compressed-tensors' storage of the matrices of one group of layers."""
 
     targets: tuple[str, ...]
     bits: Literal[4, 8]
@@ -74,10 +74,10 @@ class Group:
     strategy: Strategy | Literal["tensor_group"]  # the latter is NVFP4's
     symmetric: bool
     packed: bool
-    group_size: int | None = None  # of strategy "group"
-    block: tuple[int, int] | None = None  # of strategy "block"
+    group_size: int | None = None  # for strategy "group"
+    block: tuple[int, int] | None = None  # for strategy "block"
     reorders: bool = False
-    has_input_scales: bool = False  # of static activations
+    has_input_scales: bool = False  # for static activations
 
     def __str__(self) -> str:
         return f"{'float' if self.is_float else 'int'} of {self.bits} bits"
@@ -87,10 +87,10 @@ class Group:
 class CompressedTensors:
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
-    has_cache_scales: bool = False  # for keys and values in 8 bits; the engine keeps them in the model's dtype
+    has_cache_scales: bool = False  # scales for keys and values in 8 bits; the engine does not use them
 
     def group_of(self, module: str) -> Group | None:
-        """The group of a linear layer. A target that names the layer counts before one that names its class. None: ignored."""
+        """The group of a linear layer. A target with the layer's name comes before one with its class. None: ignored."""
         if any(_names(target, module) or target == "Linear" for target in self.ignore):
             return None
         named = (group for group in self.groups if any(_names(target, module) for target in group.targets))
@@ -113,7 +113,7 @@ class Gguf:
 
     kinds: tuple[str, ...]  # ggml's names for the types of the layers' matrices, the type with the most values first
     num_values: int  # in the matrices of all layers
-    kept: tuple[tuple[int, int], ...]  # by layer: values that can stay in 4 bits, and the bytes that they take then
+    kept: tuple[tuple[int, int], ...]  # for each layer: values that can stay in 4 bits, and their bytes then
 
     def __str__(self) -> str:
         return f"GGUF with {' and '.join(self.kinds)}"
@@ -125,5 +125,5 @@ Quantization = Scheme | Gguf
 
 
 def _names(target: str, module: str) -> bool:
-    """Whether a target of compressed-tensors names this module: by its whole name, or by a regular expression from the start."""
+    """Whether a target of compressed-tensors is this module's whole name, or a regular expression that matches its start."""
     return re.match(target[3:], module) is not None if target.startswith("re:") else target == module
