@@ -34,6 +34,8 @@ _OF_RAY = ("ray", "ray.serve")
 _PAUSE_S = 0.02
 # Writers never wait for the thread below 100,000 lines per second. Linux allows this size to every user.
 _PIPE_BYTES = 1 << 20
+# A line on a terminal names this many requests. A pass may have hundreds.
+_MOST_NAMED = 3
 # The logger of the access log (`serve_app/observe/requests.py`).
 ACCESS = "serve_app.access"
 
@@ -169,10 +171,15 @@ class _Formatter(logging.Formatter):
 
 
 class _Plain(_Formatter):
-    """A sentence for a terminal."""
+    """A sentence for a terminal, with the ids of its requests."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        ids = _ids(record)
+        named = ", ".join(ids[:_MOST_NAMED]) + (f" and {len(ids) - _MOST_NAMED} more" if len(ids) > _MOST_NAMED else "")
+        return super().formatMessage(record) + (f" ({named})" if ids else "")
 
 
 class _Json(_Formatter):
@@ -208,9 +215,14 @@ class _Json(_Formatter):
         return f"{text}.{int((created - whole) * 1000):03}+00:00"
 
 
+def _ids(record: logging.LogRecord) -> list[str]:
+    """The ids of the record's requests. A log call may give `extra={"tags": ...}`."""
+    return [tag.id for tag in getattr(record, "tags", request_tags.get())]
+
+
 def _requests(record: logging.LogRecord) -> dict[str, Any]:
-    """The id of the record's request, or the ids of several requests. A log call may give `extra={"tags": ...}`."""
-    ids = [tag.id for tag in getattr(record, "tags", request_tags.get())]
+    """The id of the record's request, or the ids of several requests."""
+    ids = _ids(record)
     if not ids:
         return {}
     return {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}

@@ -74,9 +74,51 @@ class _Front:
 class _Protocol(HttpToolsProtocol):
     """Cancels a request whose client leaves. A task that waits for this would take 20 us of each request."""
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._joining = _Joining(transport)
+        self.transport = cast(asyncio.Transport, self._joining)
+
+    def on_response_complete(self) -> None:
+        self._joining.flush()
+        super().on_response_complete()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self.cycle is not None and self.cycle.disconnected:
             task: asyncio.Task[None] | None = cast(dict[str, Any], self.cycle.scope).get(_TASK)
             if task is not None:
                 task.cancel()
+
+
+class _Joining:
+    """A transport that sends the head of an answer together with its body.
+
+    uvloop makes a system call for each write, and HAProxy wakes up for each. The head of a chunked answer leaves at once, because
+    the first chunk may come later.
+    """
+
+    __slots__ = ("_head", "_transport")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport, self._head = transport, b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/") and b"\r\ncontent-length: " in data:
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def flush(self) -> None:
+        """Sends a head without a body, as of an answer to HEAD."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()

@@ -2,17 +2,18 @@
 
 import asyncio
 import errno
-from types import ModuleType
+from collections.abc import AsyncIterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from ray.serve.config import HTTPOptions
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.local_ray import free_port
-from serve_app.http.server import answer_directly
+from serve_app.http.server import _Joining, answer_directly
 
 
 class Replica:
@@ -25,10 +26,14 @@ class Replica:
 
 
 class Slow:
-    """An application that answers at once, but for `/x/slow`."""
+    """An application that answers at once, but for `/x/slow` and `/x/chunks`."""
 
     def __init__(self) -> None:
-        self.begun, self.cancelled = asyncio.Event(), asyncio.Event()
+        self.begun, self.cancelled, self.go_on = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        await self.go_on.wait()
+        yield b"chunk"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -39,7 +44,10 @@ class Slow:
             except asyncio.CancelledError:
                 self.cancelled.set()
                 raise
-        await PlainTextResponse(f"ours at {scope['root_path']}")(scope, receive, send)
+        if scope["path"] == "/x/chunks":
+            await StreamingResponse(self.chunks())(scope, receive, send)
+        else:
+            await PlainTextResponse(f"ours at {scope['root_path']}")(scope, receive, send)
 
 
 @pytest.fixture
@@ -63,6 +71,12 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
         async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}") as client:
             assert (await client.get("/-/healthz")).text == "Serve's"
             assert (await client.post("/x/fast", content=b"{}")).text == "ours at /x"
+            for _ in range(2):  # on one connection
+                head = await client.head("/x/fast")
+                assert (head.text, head.headers["content-length"]) == ("", "10")
+            async with client.stream("GET", "/x/chunks") as answer:  # the head comes before the first chunk
+                app.go_on.set()
+                assert await answer.aread() == b"chunk"
             slow = asyncio.create_task(client.post("/x/slow", content=b"{}"))
             await app.begun.wait()
             slow.cancel()
@@ -72,3 +86,22 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
 
     asyncio.run(main())
     assert caplog.messages == [], "a client that leaves is no error"
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n", b"body"], [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"]),
+        ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"4\r\nbody\r\n"], None),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], None),
+    ],
+)
+def test_the_head_of_an_answer_leaves_with_its_body(given: list[bytes], sent: list[bytes] | None) -> None:
+    written: list[bytes] = []
+    transport = _Joining(SimpleNamespace(write=written.append, close=lambda: written.append(b"closed")))  # type: ignore[arg-type]
+    for data in given:
+        transport.write(data)
+    assert written == (sent or given)
+    transport.write(given[0])
+    transport.close()
+    assert written[-2:] == [given[0], b"closed"]

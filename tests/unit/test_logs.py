@@ -179,6 +179,13 @@ def test_a_terminal_gets_warnings_as_sentences() -> None:
     assert "chatter" not in text
 
 
+@pytest.mark.parametrize(("ids", "end"), [("", ""), ("a", " (a)"), ("abc", " (a, b, c)"), ("abcde", " (a, b, c and 2 more)")])
+def test_a_line_on_a_terminal_names_its_requests(ids: str, end: str) -> None:
+    record = logging.LogRecord("engine", logging.WARNING, "", 0, "trouble", None, None)
+    record.tags = tuple(RequestTag(each) for each in ids)
+    assert logs._Plain().format(record).endswith(f" WARNING trouble{end}")
+
+
 def test_a_reader_that_is_gone_breaks_nothing() -> None:
     read, write = os.pipe()
     os.close(read)
