@@ -21,8 +21,8 @@ MemoryKind = Literal["gpu", "unified", "cpu"]
 
 # Warm-up tries token budgets up to this one.
 MOST_BATCH_TOKENS = 16384
-# CUDA graphs are captured for batches up to this size. The limit is lower if such a pass takes more than _GRAPH_BYTES (the 0.6B's
-# largest graph fits). Larger models compute so long that the host keeps up without graphs.
+# CUDA graphs are captured for batches up to this size, or up to the size whose pass takes _GRAPH_BYTES, if that is smaller (the
+# 0.6B's largest graph fits). Larger models compute for so long that the host keeps up without graphs.
 MOST_GRAPH_TOKENS = MOST_BATCH_TOKENS
 _GRAPH_BYTES = 384 << 20
 _SHORT_BATCH_TOKENS = 4096  # every model gets graphs up to this size
