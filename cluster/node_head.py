@@ -55,7 +55,7 @@ class Cluster:
 
 
 def head_address(text: str) -> tuple[str, int]:
-    """Splits HEAD[:PORT] into host and port. An IPv6 address stands in brackets. Raises: ClusterError."""
+    """Splits HEAD[:PORT] into host and port. An IPv6 address is in brackets. Raises: ClusterError."""
     matched = re.fullmatch(r"(?P<host>\[[0-9A-Fa-f:]+\]|[^\s:/]+)(:(?P<port>\d+))?", text)
     if not matched or not 0 < int(matched["port"] or DEFAULT_PORT) < 65536:
         raise ClusterError(f"--address {text!r} is not HEAD or HEAD:PORT, as in 10.0.0.1:{DEFAULT_PORT}")

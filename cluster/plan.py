@@ -624,7 +624,7 @@ class Plan:
         found = [f"dtype: {each}" for each in islice(smaller, 1)]
         found += self._in_four_bits(name)
         for kind in self._changes(name):
-            # A larger change fits wherever a smaller one fits.
+            # If a change fits, every larger change of its kind also fits.
             smallest = bisect_left(kind, True, key=partial(self._would_fit, name))
             if smallest < len(kind):
                 found.append(_written_out(kind[smallest]))

@@ -41,17 +41,17 @@ def download(
         pytorch = _pytorch_files(folder)
         return _download(name, folder.name, pytorch, [], bar) if pytorch else folder  # the folder has the name of its commit
     except RevisionNotFoundError as error:
-        raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a whole commit") from error
+        raise ModelError(f"{name!r} has no revision {revision!r} on the Hub: name a branch, a tag or a full commit") from error
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise ModelError(f"{given!r} is neither a folder here nor a model on the Hub (private ones need HF_TOKEN)") from error
     except (LocalEntryNotFoundError, OSError) as error:
         reason = (
-            "HF_HUB_OFFLINE forbids to ask the Hub"
+            "HF_HUB_OFFLINE forbids requests to the Hub"
             if constants.HF_HUB_OFFLINE
             else f"the Hub cannot be reached ({type(error).__name__})"
         )
         raise ModelError(
-            f"{given!r} is neither a folder here nor in the Hub's cache, and {reason}; copy its folder here and name that instead"
+            f"{given!r} is neither a folder here nor in the Hub's cache, and {reason}; copy the model's folder and name its path"
         ) from error
 
 

@@ -53,7 +53,7 @@ def resolve_model(
         raise ModelError(f"{model} is not a folder")
     name, revision = split_revision(model)
     if revision is not None and (name in (EMBEDDED_MODEL, EMBEDDED_GENERATOR) or Path(name).is_dir()):
-        raise ModelError(f"{name} is a folder here, of which there is one revision; leave out {revision!r}")
+        raise ModelError(f"{name} is a local folder, which has only one revision; leave out {revision!r}")
     from engine.download import download  # here, because its import takes 0.2 s, and local folders do not need it
 
     return download(name, revision, weights, code, on_progress)

@@ -142,7 +142,7 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
         if may_not:
             raise InvalidInput(f"{name} has token {may_not[0]}, the vocabulary ends at {vocab_size - 1}")
     if options.allowed is not None and set(options.allowed) <= (set(options.stop_ids) if options.min_tokens else set()):
-        raise InvalidInput("no token may be chosen: allowed has none besides stop_ids, which min_tokens forbids at first")
+        raise InvalidInput("no token may be chosen: allowed has no token, or only stop_ids, which min_tokens forbids at first")
 
 
 def check_outputs(options: EmbedOptions, outputs: Sequence[OutputName], pooling: str, lengths: Iterable[int]) -> None:

@@ -90,7 +90,7 @@ _ONE_WITHOUT_ARRAYS = [_NO_ARRAYS]
 
 
 def _runs(slices: list[Slice], finite: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """[first, stop) of consecutive slices of one request. A slice that is not finite is a run of its own."""
+    """[first, stop) of consecutive slices of one request. A slice that is not finite is a separate run."""
     whole = finite.tolist()
     first = 0
     for (_, is_whole), group in groupby(range(len(slices)), lambda row: (id(slices[row].request), whole[row])):

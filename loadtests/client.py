@@ -105,7 +105,7 @@ def closed_loop(port: int, requests: Sequence[bytes], connections: int, path: st
 
 
 def open_loop(port: int, requests: Sequence[bytes], due: Sequence[float], path: str = "/embed") -> Load:
-    """Sends request i at `due[i]` seconds, whatever happens to other requests. Opens as many connections as it needs."""
+    """Sends request i at `due[i]` seconds, independent of other requests. Opens as many connections as it needs."""
 
     async def main() -> Load:
         idle: list[Connection] = []

@@ -99,7 +99,7 @@ def failures(results: Sequence[Result]) -> dict[str, int]:
 
 
 def main(port: int, phases: Sequence[tuple[float, float]], seed: int) -> None:
-    """Sends requests of 1, 4, 16 or 64 texts as token ids at Poisson times, whatever happened to earlier requests."""
+    """Sends requests of 1, 4, 16 or 64 texts as token ids at Poisson times, independent of earlier requests."""
     rng = random.Random(seed)
     mean = sum(sum(request_lengths(rng, LONGEST)) for _ in range(20_000)) / 20_000
     due: list[tuple[float, list[range]]] = []

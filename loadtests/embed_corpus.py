@@ -117,7 +117,7 @@ def killed(corpus: Path, output: Path, texts: Sequence[str]) -> dict[str, Any]:
 def rates(folder: Path, model: str | Path, texts: list[str], rounds: int, rows_per_file: int) -> list[dict[str, Any]]:
     """Compares the engine, with all texts queued at once, to a job. They take turns, because the machine may have other work.
 
-    On a CPU the engine alone gets texts. On a GPU it gets token ids, because one tokenising thread is slower than the GPU.
+    The engine alone gets texts on a CPU, and token ids on a GPU: there one thread that tokenises would be slower than the GPU.
     """
     from engine import Engine
     from engine.loop import EngineLoop

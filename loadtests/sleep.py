@@ -1,4 +1,4 @@
-"""Measures sleeping models: seconds to free a GPU's memory and to wake up, beside torch's copy of as many bytes.
+"""Measures sleeping models: seconds to free a GPU's memory and to wake up, beside torch's copy of the same number of bytes.
 
 python -m loadtests.sleep
 """

@@ -323,7 +323,7 @@ class PowerOfTwo(Policy):
 
 
 class PrefixOnly(Policy):
-    """The replica that first got the longest beginning of the prompt, whatever it has to do.
+    """The replica that first got the longest beginning of the prompt, independent of its load.
 
     A beginning of less than half of the prompt does not count. Such a prompt goes to the less loaded of two replicas.
     """

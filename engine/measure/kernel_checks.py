@@ -108,7 +108,7 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 
 class Maker:
-    """Makes the operands. A case gets the same random numbers whatever ran before it."""
+    """Makes the operands. The random numbers of a case do not depend on earlier cases."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -145,7 +145,7 @@ def compared(
     arguments: Callable[[Maker], tuple[Any, ...]],
     changed: int | None = None,
 ) -> Results:
-    """Calls the kernel and its reference, each with operands of its own.
+    """Calls the kernel and its reference, each with its own operands.
 
     Args:
         arguments: makes the operands.

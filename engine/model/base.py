@@ -24,7 +24,7 @@ class Model(ABC):
     biases_scores: ClassVar[bool] = False  # attention adds a bias by the distance from query to key
     eager_only: ClassVar[bool] = False  # `forward` reads batch.lengths on the host: there are no CUDA graphs and no tiles
     shares_prefixes: bool = False  # a token sees all tokens before it and no others, so equal prefixes have equal states
-    words: Tensor  # [vocab_size, hidden_size], the table of words; `Transformers` has none
+    words: Tensor  # [vocab_size, hidden_size], the word embeddings; `Transformers` has none
 
     @staticmethod
     @abstractmethod

@@ -6,7 +6,7 @@ from engine.errors import ModelError
 from engine.model.config import GenerationConfig
 from engine.model.keys import Keys
 
-# Families whose head is the table of words if config.json does not say otherwise.
+# Families whose head is the word embeddings if config.json does not say otherwise.
 _TIED = ("Gemma3ForCausalLM",)
 
 

@@ -56,7 +56,7 @@ class Keys:
 
 
 class Shape(TypedDict):
-    """The fields of `ModelConfig` that every family has. mypy compares the two where a family unpacks a `Shape`.
+    """The fields of `ModelConfig` that every family has. mypy compares the two when a family unpacks a `Shape`.
 
     config.json does not have the last two. `load_model_config` replaces them with the values of the folder's other files.
     """

@@ -41,7 +41,7 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
-# The most pages of the streams of a pass that runs as a graph. A pass with more pages runs without a graph.
+# Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
 MOST_PAGES = 32_768
 
 
@@ -112,7 +112,7 @@ class StreamRunner:
     """Runs passes of streams on one GPU. Not thread-safe, except that any thread may wait for flights."""
 
     passes_in_flight, num_stages = 2, 1
-    speculation_rows = 64  # up to this many rows a pass takes as long as one row: the weights are read once
+    speculation_rows = 64  # as for one row, the weights are read once
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"

@@ -39,7 +39,7 @@ class Output:
 
     @property
     def finite(self) -> NDArray[np.bool_]:
-        """[B]: False where a vector's values are not finite."""
+        """[B]: False for a vector with values that are not finite."""
         return np.isfinite(self.vectors[:, 0])
 
 

@@ -78,7 +78,7 @@ class StreamShape:
     def view(
         self, buffer: Tensor, layers: Sequence[Tensor | Cache8], workspace: DecodeWorkspace, last: Tensor
     ) -> tuple[PackedBatch, Tensor]:
-        """The batch in a filled buffer, and the sampling parameters of its rows."""
+        """The batch in a filled buffer, and how its rows choose their tokens."""
         part: Any = {name: buffer[where].view(shape) for name, (where, shape) in _places(self).items()}
         paged = Paged(
             layers,
@@ -95,19 +95,19 @@ class StreamShape:
         return PackedBatch.of_streams(part["token_ids"], part["positions"], part["pooled_rows"], paged), part["choices"]
 
     def choices_in(self, buffer: Ints) -> Ints:
-        """The sampling parameters of the rows, in a filled buffer."""
+        """How the rows choose their tokens, in a filled buffer."""
         where, shape = _places(self)["choices"]
         return buffer[where].reshape(shape)
 
     def part(self, buffer: Tensor, name: str) -> Tensor:
-        """One of `parts`, as a view of the buffer."""
+        """One of `parts`, a view of the buffer."""
         where, shape = _places(self)[name]
         return buffer[where].view(shape)
 
 
 @lru_cache(512)
 def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    """The place of each part in the buffer, and its shape."""
+    """Where each part lies in the buffer, and the part's shape."""
     found, start = {}, 0
     for name, part in shape.parts().items():
         found[name] = (slice(start, start := start + math.prod(part)), part)
@@ -123,8 +123,8 @@ class Laid:
     )  # fmt: skip
 
     def __init__(self, pieces: Sequence[Piece], together: CohortPass | None = None) -> None:
-        """`together`: the streams of a cohort. They come first."""
-        # By columns, because it is fast: a step of 256 streams has 256 pieces, and the GPU may wait for this code.
+        """The streams of a cohort come first."""
+        # By columns: a step of 256 streams has as many pieces, and this lies between two steps.
         token_ids, starts, pages, rows, _, pooled, proposed = zip(*pieces, strict=True) if pieces else ((),) * 7
         count = len(pieces)
         self.together = together

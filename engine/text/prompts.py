@@ -19,7 +19,7 @@ _SLICE = 1 << 16
 
 
 class Prompts:
-    """The tokenizer of a model that generates. Safe to call from several threads."""
+    """The tokenizer of a generation model. Safe to call from several threads."""
 
     def __init__(
         self, tokenizer: HFTokenizer, template: ChatTemplate | None, settings: Mapping[str, Any] = MappingProxyType({})

@@ -183,7 +183,7 @@ def measure(full: Case, latencies: dict[int, Case], bandwidth: float) -> dict[st
 
 
 def same_size(num_bytes: int) -> Call:
-    """torch's simplest kernel for so many bytes: it reads half of them and writes half."""
+    """torch's simplest kernel for this number of bytes: it reads half of them and writes half."""
     x = Rotating(num_bytes // 4, cold=True)
     return lambda i: torch.neg(x[i])
 

@@ -40,7 +40,7 @@ def test_llama_index(open_server: Server, reference: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("raw_scores", [False, True])
 def test_haystack(open_server: Server, reference: dict[str, Any], raw_scores: bool) -> None:
-    """Haystack posts to /rerank at the server's root, whatever path it gets."""
+    """Haystack posts to /rerank at the server's root, and ignores the path of the URL."""
     ranker = HuggingFaceTEIRanker(url=open_server.root, top_k=3, raw_scores=raw_scores, token=Secret.from_token(KEY))
     documents = [Document(content=text, meta={"index": index}) for index, text in enumerate(DOCUMENTS)]
     ranked = [ranker.run(QUERY, documents)["documents"], asyncio.run(ranker.run_async(QUERY, documents))["documents"]]

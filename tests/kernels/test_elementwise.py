@@ -130,7 +130,7 @@ def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, in
         normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype),
         normal(2, size, n_kv_heads, head_dim, dtype=dtype),
     )
-    qkv[3, rotated:] = torch.nan  # a value of V is copied whatever it is
+    qkv[3, rotated:] = torch.nan  # any value of V is copied
     qkv[4, rotated:] = torch.inf
     weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
     table, positions = reference.rope_table(head_dim, 1e6, max(RAGGED), DEVICE), positions_of(RAGGED)

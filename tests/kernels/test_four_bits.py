@@ -128,7 +128,7 @@ def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, besid
 @pytest.mark.parametrize("m", [1, 32, 33, 64, 65, 200])
 @pytest.mark.parametrize(("group", "beside"), [(128, "zeros"), (32, "mins")])
 def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str) -> None:
-    """Few or many rows, at once or in parts: equal to the product with the matrix in 16 bits, except for rounding."""
+    """Few rows or many, at once or in parts: the same as of the matrix in 16 bits, but for rounding."""
     weight, w = matrix(512, 1024, group, beside)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 512, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
@@ -155,7 +155,7 @@ def test_slices_are_added_in_their_order() -> None:
 
 
 def test_one_after_the_other_in_a_graph() -> None:
-    """Each kernel begins while the kernel before it runs, and still reads its results."""
+    """Each begins while the one before it runs, and still reads what that one wrote."""
     width, layers = 1024, 24
     x, norm = torch.randn(16, width, device=DEVICE).bfloat16(), torch.ones(width, device=DEVICE).bfloat16()
     weights = [matrix(width, width, 64, None)[0] for _ in range(layers)]
@@ -180,7 +180,7 @@ def test_one_after_the_other_in_a_graph() -> None:
 
 
 def test_wide_rows_of_x() -> None:
-    """x and the residual may be parts of wider rows."""
+    """x may be a part of wider rows, the residual too."""
     m, n, k = 16, 256, 512
     weight, _ = matrix(n, k, 64, None)
     x, residual = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(m, n, device=DEVICE).bfloat16()

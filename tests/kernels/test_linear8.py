@@ -101,8 +101,8 @@ def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @row_counts
 @shapes
 def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    """In 8 bits again: of the largest of its row, int8 is half a step of 1 / 127 off, and as much by the bf16 of gate and up,
-    sixteen of which a rotation adds up; e4m3 1 / 16."""
+    """The result is in 8 bits again. The error is relative to the largest value of the row: 1 / 16 in e4m3; in int8 half a step
+    of 1 / 127, and another half step by the bf16 of gate and up, because a rotation adds sixteen of these values."""
     x, w = operands(m, 2 * n, k, dtype)
     weight = quantize_weight(kernels.interleaved(w), dtype)
     with poisoned():

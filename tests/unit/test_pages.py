@@ -195,7 +195,7 @@ def test_a_parent_keeps_its_place_in_the_order_while_its_child_is_held() -> None
 
 
 def test_two_sequences_that_compute_one_beginning_at_a_time() -> None:
-    """The first sequence's page is kept. The second one's next page follows it and is found, although nobody holds the parent."""
+    """The first sequence's page is kept. The second one's next page is found after it, although no sequence holds the parent."""
     pages = Pages(4, 2)
     text = ids(1, 2, 3, 4)
     first, second = pages.take(1), pages.take(2)

@@ -55,7 +55,7 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
 
 
 def pieces_of(together: CohortPass, page_size: int = PAGE_SIZE) -> list[Piece]:
-    """The pieces of the same pass, one for each stream."""
+    """The same pass, stream by stream."""
     pages = np.split(together.pages, np.cumsum(together.num_pages)[:-1])
     numbers = np.ascontiguousarray(together.choices[:, 4:6]).view(np.uint64)[:, 0] * 2.0**-64
     assert (together.choices[:, 6] == [each[at // page_size] for each, at in zip(pages, together.starts, strict=True)]).all()

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Values that are dequantised at a time: 64 MiB in fp32. A table of words can have a hundred times as many.
+# Values that are dequantised at a time: 64 MiB in fp32. Word embeddings can have a hundred times as many.
 _SLICE_VALUES = 1 << 24
 
 
@@ -31,7 +31,7 @@ class FourBits:
     codes: Tensor  # [N, K / 2] uint8, 0 to 15; the low half of a byte is the column before
     scales: Tensor  # [N, G], any float dtype
     zeros: Tensor | None = None  # [N, G] uint8; None stands for 8
-    order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None where they are the same
+    order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None if the orders are equal
     mins: Tensor | None = None  # [N, G], any float dtype, instead of zeros
 
     @property
