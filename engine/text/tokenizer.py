@@ -6,9 +6,10 @@ request changes the shared `tokenizers.Tokenizer`, so requests with different tr
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding
@@ -96,6 +97,11 @@ class Tokenizer:
             raise
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} cannot be loaded: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state for another process, with the config's fields that all families share. A family's own class imports torch."""
+        config = ModelConfig(**{each.name: getattr(self._config, each.name) for each in fields(ModelConfig)})
+        return vars(self) | {"_config": config}
 
     @property
     def shared(self) -> HFTokenizer:

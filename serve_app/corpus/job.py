@@ -128,18 +128,19 @@ def _compute(worker: Worker, empty: NDArray[Any], texts: pa.Table) -> _Part:
         empty: an array without results, with their shape and type.
     """
     rows = list(zip(*(column.to_pylist() for column in texts.columns), strict=True))
-    values = np.zeros((len(rows), *empty.shape[1:]), empty.dtype)
     faults = {position: "it has no text" for position, row in enumerate(rows) if not all(row)}
-    present = [position for position in range(len(rows)) if position not in faults]
-    num_tokens = 0
-    if present:
-        try:
-            values[present], num_tokens = worker.compute([rows[position] for position in present])
-        except _OF_A_ROW:  # compute each row separately, because the other rows are valid
-            for position in present:
-                try:
-                    values[position : position + 1], tokens = worker.compute([rows[position]])
-                    num_tokens += tokens
-                except _OF_A_ROW as error:
-                    faults[position] = str(error)
+    present = {position: row for position, row in enumerate(rows) if position not in faults}
+    try:
+        values, num_tokens = worker.compute(list(present.values())) if present else Results(empty, 0)
+    except _OF_A_ROW:  # compute each row separately, because the other rows are valid
+        found = [Results(empty, 0)]
+        for position, row in present.items():
+            try:
+                found.append(worker.compute([row]))
+            except _OF_A_ROW as error:
+                faults[position] = str(error)
+        values, num_tokens = np.concatenate([each.values for each in found]), sum(each.num_tokens for each in found)
+    if faults:
+        computed, values = values, np.zeros((len(rows), *empty.shape[1:]), empty.dtype)
+        values[[position for position in range(len(rows)) if position not in faults]] = computed
     return _Part(values, faults, num_tokens)

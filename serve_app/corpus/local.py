@@ -1,7 +1,6 @@
 """The worker that computes rows with a model in this process."""
 
-from collections.abc import Sequence
-from threading import Semaphore
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -11,12 +10,14 @@ from engine.loop import EngineLoop
 from engine.options import EmbedOptions, EncodeOptions, SamplingOptions, TokenIds, check_dimensions
 from engine.revision import revision_of
 from engine.run.flight import Vectors
+from engine.schedule.queue import SHARE
 from engine.schedule.request import Request
 from serve_app.compute.quantize import check_dtype, quantize, read_ranges
 from serve_app.compute.scores import probabilities
 from serve_app.corpus.files import CorpusError
 from serve_app.corpus.job import Results, Row
 from serve_app.corpus.task import Kind, Task, kind_of
+from serve_app.corpus.tokens import TokenizerProcess
 
 
 class LocalWorker:
@@ -38,35 +39,35 @@ class LocalWorker:
         if self.kind == "answer":
             self.rows_per_call = 16
         self._engine, self._task = engine, task
-        # A tokenizer takes all cores. If all calls shared the cores, the device would wait until all their texts are tokenised.
-        self._tokenising = Semaphore(2)
+        self._tokenizer = None if self.kind == "answer" else TokenizerProcess(engine.tokenizer)
         self._loop = EngineLoop(engine, engine.max_batch_tokens, max_batch_seqs=engine.max_batch_seqs)
 
     def compute(self, rows: Sequence[Row]) -> Results:
-        tokenizer, task = self._engine.tokenizer, self._task
-        match self.kind:
-            case "embedding":
-                encoding = EncodeOptions(prompt_name=task.prompt_name, prompt=task.prompt, input_type=task.input_type)
-                with self._tokenising:
-                    sequences = tokenizer.encode([text for (text,) in rows], encoding)
-                vectors = self._embed(sequences, EmbedOptions(dimensions=task.dimensions))
-                return Results(quantize(vectors, task.output_dtype, self._ranges), sum(map(len, sequences)))
-            case "score":
-                with self._tokenising:
-                    sequences = tokenizer.encode_pairs([(query, text) for query, text in rows], EncodeOptions())
-                logits = self._embed(sequences, EmbedOptions(normalize=False))
-                return Results(probabilities(logits)[:, 0], sum(map(len, sequences)))
-            case "answer":
-                return self._answer([text for (text,) in rows])
+        task = self._task
+        if self._tokenizer is None:
+            return self._answer([text for (text,) in rows])
+        if self.kind == "score":
+            sequences = self._tokenizer.encode(rows, EncodeOptions())
+            values = probabilities(self._embed(sequences, EmbedOptions(normalize=False)))[:, 0]
+        else:
+            encoding = EncodeOptions(prompt_name=task.prompt_name, prompt=task.prompt, input_type=task.input_type)
+            sequences = self._tokenizer.encode(rows, encoding)
+            vectors = self._embed(sequences, EmbedOptions(dimensions=task.dimensions))
+            values = quantize(vectors, task.output_dtype, self._ranges)
+        return Results(values, sum(map(len, sequences)))
 
     def close(self) -> None:
         self._loop.stop()
+        if self._tokenizer is not None:
+            self._tokenizer.close()
 
     def _embed(self, sequences: list[TokenIds], options: EmbedOptions) -> Vectors:
-        request = Request(sequences, options)
-        self._loop.submit([request])
-        vectors: Vectors = request.future.result().vectors
-        return vectors
+        """The queue computes a request in turns, and a new request before later turns of the others. So each request here has one
+        turn. Requests of several turns would all end at about the same time, and the device would wait for the next texts.
+        """
+        requests = [Request(part, options) for part in cut(sequences, self._loop.max_batch_tokens // SHARE)]
+        self._loop.submit(requests)
+        return np.concatenate([each.future.result().vectors for each in requests])
 
     def _answer(self, texts: Sequence[str]) -> Results:
         """The greedy answer to each text as a user's message."""
@@ -85,3 +86,14 @@ class LocalWorker:
             answers[index] = "".join([writer.push(token.id) for token in tokens]) + writer.finish()
             num_tokens += len(stream.prompt) + len(tokens)
         return Results(answers, num_tokens)
+
+
+def cut(sequences: list[TokenIds], num_tokens: int) -> Iterator[list[TokenIds]]:
+    """Parts of the sequences, in order. A part has at most `num_tokens` tokens, or one sequence."""
+    start = taken = 0
+    for index, ids in enumerate(sequences):
+        if taken and taken + len(ids) > num_tokens:
+            yield sequences[start:index]
+            start, taken = index, 0
+        taken += len(ids)
+    yield sequences[start:]

@@ -36,10 +36,11 @@ from serve_app.corpus import hub
 from serve_app.corpus.files import Corpus, CorpusError
 from serve_app.corpus.folder import Folder
 from serve_app.corpus.job import Results, Row, run
-from serve_app.corpus.local import LocalWorker
+from serve_app.corpus.local import LocalWorker, cut
 from serve_app.corpus.progress import Progress
 from serve_app.corpus.remote import RemoteWorker
 from serve_app.corpus.task import Task
+from serve_app.corpus.tokens import TokenizerProcess
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
@@ -230,6 +231,7 @@ def test_a_folder_keeps_the_results_of_one_job(tmp_path: Path, change: dict[str,
         Folder(tmp_path / "out", "parquet", 8, job | change)
 
 
+@pytest.mark.slow
 def test_the_command_gives_the_engines_vectors(tmp_path: Path, minilm: Path) -> None:
     write_corpus(tmp_path / "a.parquet", TEXTS[:40])
     engine = Engine.load(minilm)
@@ -246,6 +248,7 @@ def test_the_command_gives_the_engines_vectors(tmp_path: Path, minilm: Path) -> 
     assert read_results(tmp_path / "int8")["embedding"].type == pa.list_(pa.int8(), 64)
 
 
+@pytest.mark.slow
 def test_a_reranker_scores_each_text_for_its_query(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     folder = tiny("bert_classifier", num_labels=1)
     pq.write_table(pa.table({"id": [7, 8], "text": ["a b", "c"], "q": ["a", "b"]}), tmp_path / "a.parquet")
@@ -296,6 +299,30 @@ class Gate:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Tokenizer:
     folder = tiny("bert")
     return Tokenizer.load(folder, load_model_config(folder))
+
+
+def test_another_process_gives_the_tokenizers_ids_and_errors(tokenizer: Tokenizer) -> None:
+    process = TokenizerProcess(tokenizer)
+    texts = [f"w{number} w{2 * number}" for number in range(9)]
+    options = EncodeOptions(prompt="w1 ")
+    found = process.encode([(text,) for text in texts], options)
+    for ours, expected in zip(found, tokenizer.encode(texts, options), strict=True):
+        assert np.array_equal(ours, expected)
+    with pytest.raises(InvalidInput, match="input 1 does"):
+        process.encode([("w1",), ("\0",)], EncodeOptions())
+    assert len(process.encode([("w1",)], EncodeOptions())) == 1, "an error does not end the process"
+    process._process.kill()
+    with pytest.raises(CorpusError, match="the process that tokenises has ended; the same command resumes"):
+        process.encode([("w1",)], EncodeOptions())
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [([3, 3, 3, 9, 1], [[3, 3], [3], [9], [1]]), ([6, 1], [[6], [1]]), ([1, 2, 3], [[1, 2, 3]])]
+)
+def test_a_request_of_a_job_has_one_turn_of_the_queue(lengths: list[int], expected: list[list[int]]) -> None:
+    sequences = [np.zeros(length, np.int32) for length in lengths]
+    assert [[len(ids) for ids in part] for part in cut(sequences, 6)] == expected
 
 
 def api(tokenizer: Tokenizer, kind: str) -> ASGIApp:

@@ -1,14 +1,16 @@
 """The tokenizer wrapper: the model's own ids, truncation on the requested side, prompts, and no change of state by requests."""
 
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from engine import EmptyInput, InvalidInput, ModelError
 from engine.model.folder import load_model_config
@@ -24,12 +26,14 @@ def ours(minilm: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def theirs(minilm: Path) -> transformers.PreTrainedTokenizerBase:
+def theirs(minilm: Path) -> Any:
+    import transformers  # takes seconds
+
     return transformers.AutoTokenizer.from_pretrained(minilm)
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
-def test_ids_equal_those_of_transformers(ours: Tokenizer, theirs: transformers.PreTrainedTokenizerBase, direction: str) -> None:
+def test_ids_equal_those_of_transformers(ours: Tokenizer, theirs: Any, direction: str) -> None:
     theirs.truncation_side = direction
     options = EncodeOptions(truncation_direction=direction)  # type: ignore[arg-type]
     for text, ids in zip(TEXTS, ours.encode(TEXTS, options), strict=True):
@@ -212,3 +216,8 @@ def test_a_card_without_memory_for_the_longest_input_lowers_the_limit(ours: Toke
     assert [len(each.encode([text], EncodeOptions())[0]) for each in (lowered, ours)] == [8, 102]
     with pytest.raises(InvalidInput, match="8"):
         lowered.encode([text], EncodeOptions(truncate=False))
+
+
+def test_another_process_gets_a_tokenizer_without_torch(ours: Tokenizer) -> None:
+    code = "import pickle, sys; pickle.load(sys.stdin.buffer); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(ours), check=True)
