@@ -12,8 +12,8 @@ from contextlib import suppress
 class Sender:
     """Sends on a connection's socket, in the order of the calls. The connection's transport only reads.
 
-    A transport is bound to its event loop. The engine's threads would have to wake up the loop for each message, and the loop would
-    take the interpreter from them (docs/decisions/060).
+    A transport is bound to its event loop. The engine's threads would have to wake up the loop for each message, and the loop
+    would take the interpreter from them (docs/decisions/060).
     """
 
     def __init__(self, transport: asyncio.BaseTransport, on_empty: Callable[[], None]) -> None:
