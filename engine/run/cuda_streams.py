@@ -41,6 +41,7 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
+_NO_PICKS = np.zeros(0, np.int32)
 # Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
 MOST_PAGES = 32_768
 
@@ -165,7 +166,7 @@ class StreamRunner:
             else:
                 buffer = filled.to(self._device, non_blocking=True)
                 hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else (), before, laid.num_together)
-            picks = rows_of(shape, laid, laid.chooses)[laid.num_together :]
+            picks = rows_of(shape, laid, laid.chooses)[laid.num_together :] if laid.chosen else _NO_PICKS
             extra = self._extra(hidden, shape, filled, picks, laid.chosen)
             self._chosen(laid)
             vectors = self._vectors(hidden, rows_of(shape, laid, laid.pools), laid.pooled, staging) if laid.pooled else None

@@ -115,11 +115,11 @@ class Channel:
 
     @property
     def tokens_left(self) -> int:
-        return sum(stream.options.max_tokens - len(stream.answer) for stream in self._running())
+        return sum(stream.options.max_tokens - stream.num_answered for stream in self._running())
 
     @property
     def num_answering(self) -> int:
-        return sum(bool(stream.answer) for stream in self._running())
+        return sum(stream.num_answered > 0 for stream in self._running())
 
     def _running(self) -> list[Stream]:
         with self._lock:
