@@ -112,7 +112,7 @@ class StreamFlight:
 class StreamRunner:
     """Not thread-safe, except that flights may be waited for in any thread."""
 
-    passes_in_flight, num_stages = 2, 1
+    passes_in_flight, num_stages = 3, 1  # decode steps are short, and the host is late at times
     speculation_rows = 64  # as for one row, the weights are read once
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
