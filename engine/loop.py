@@ -301,6 +301,7 @@ class EngineLoop:
                 if wait_s is not None and wait_s <= 0:
                     return True
                 waits = self._scheduler.has_work or self._scheduler.awaits_tokens
+                waits = waits and not self._scheduler.is_ahead
                 if self._on_gpu and waits and self._scheduler.free_at - now < _AWAKE_S:
                     wait_s = _NAP_S
                 self._changed.wait(wait_s)

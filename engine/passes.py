@@ -292,13 +292,14 @@ class Passes:
         starts, streams = together.starts, together.streams
         with self.lock:
             assert self.scheduler.streams is not None, "a runner with pages computes streams"
-            for row in together.filled:
-                streams[row].keep(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1))
             exceptions = self.scheduler.streams.cohort.delivered(together, chosen)
+            parts = [Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1) for row in exceptions]
+            for part in parts:
+                part.request.keep(part)
         together.tell(chosen[:, 0], exceptions)
-        for row in exceptions:
+        for row, part in zip(exceptions, parts, strict=True):
             token = token_of(int(chosen[row, 0])) if chosen[row, 1] else None
-            streams[row].take(Slice(streams[row], 0, int(starts[row]), int(starts[row]) + 1), token)
+            streams[row].take(part, token)
         return [streams[row] for row in together.left]
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:

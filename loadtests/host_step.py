@@ -60,7 +60,10 @@ class Stub:
         laid = Laid(pieces, together)
         shape = self.packer.shape(laid, graphs=True)
         self.packer.fill(self._buffer[: shape.size + len(laid.pages)], shape, laid)
-        tokens = cuda_streams.tokens_of(self._sampled[rows_of(shape, laid, laid.chooses)[laid.num_together :]], laid.chosen)
+        tokens = []
+        if laid.chosen:
+            rows = rows_of(shape, laid, laid.chooses)[laid.num_together :]
+            tokens = cuda_streams.tokens_of(self._sampled[rows], laid.chosen)
         return Finished(Output(NO_VECTORS, device_s=1e-3, tokens=tokens, together=self._sampled[: laid.num_together]))
 
 

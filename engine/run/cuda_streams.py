@@ -41,6 +41,7 @@ class Replayed(Protocol):
     def replay(self) -> None: ...
 
 
+_NO_PICKS = np.zeros(0, np.int32)
 # Pages of the streams of a pass that runs as a graph. The streams of a larger pass may share pages; it runs without a graph.
 MOST_PAGES = 32_768
 
@@ -111,7 +112,7 @@ class StreamFlight:
 class StreamRunner:
     """Runs passes of streams on one GPU. Not thread-safe, except that any thread may wait for flights."""
 
-    passes_in_flight, num_stages = 2, 1
+    passes_in_flight, num_stages = 3, 1  # decode steps are short, and the host is late at times
     speculation_rows = 64  # as for one row, the weights are read once
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
@@ -165,7 +166,7 @@ class StreamRunner:
             else:
                 buffer = filled.to(self._device, non_blocking=True)
                 hidden, sampled, scores = self._compute(shape, buffer, pieces if is_scored else (), before, laid.num_together)
-            picks = rows_of(shape, laid, laid.chooses)[laid.num_together :]
+            picks = rows_of(shape, laid, laid.chooses)[laid.num_together :] if laid.chosen else _NO_PICKS
             extra = self._extra(hidden, shape, filled, picks, laid.chosen)
             self._chosen(laid)
             vectors = self._vectors(hidden, rows_of(shape, laid, laid.pools), laid.pooled, staging) if laid.pooled else None

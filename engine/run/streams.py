@@ -4,11 +4,12 @@ Streams with one token come first, and decode attention computes them. Then come
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,12 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 
 _DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
 MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]  # the engine puts no more streams into a pass
 _BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
+# Passes of a cohort after which its keys are divided anew. Until then the longest items may not come first.
+_ITEMS_LAST = 64
+_MOST_SHAPES = 4096  # that a packer keeps
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StreamShape:
     """The room of a batch. It decides the place of each part in the buffer."""
 
@@ -70,7 +74,15 @@ class StreamShape:
             "queue": (2,),
         }
 
-    @property
+    @cached_property
+    def places(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Where each part lies in the buffer, and the part's shape."""
+        found, start = {}, 0
+        for name, part in self.parts().items():
+            found[name] = (slice(start, start := start + math.prod(part)), part)
+        return found
+
+    @cached_property
     def size(self) -> int:
         """The number of values in the buffer, without the pages. A multiple of 4, because kernels read four values at a time."""
         return -(-sum(map(math.prod, self.parts().values())) // 4) * 4
@@ -79,7 +91,7 @@ class StreamShape:
         self, buffer: Tensor, layers: Sequence[Tensor | Cache8], workspace: DecodeWorkspace, last: Tensor
     ) -> tuple[PackedBatch, Tensor]:
         """The batch in a filled buffer, and how its rows choose their tokens."""
-        part: Any = {name: buffer[where].view(shape) for name, (where, shape) in _places(self).items()}
+        part: Any = {name: buffer[where].view(shape) for name, (where, shape) in self.places.items()}
         paged = Paged(
             layers,
             part["slots"],
@@ -96,22 +108,13 @@ class StreamShape:
 
     def choices_in(self, buffer: Ints) -> Ints:
         """How the rows choose their tokens, in a filled buffer."""
-        where, shape = _places(self)["choices"]
+        where, shape = self.places["choices"]
         return buffer[where].reshape(shape)
 
     def part(self, buffer: Tensor, name: str) -> Tensor:
         """One of `parts`, a view of the buffer."""
-        where, shape = _places(self)[name]
+        where, shape = self.places[name]
         return buffer[where].view(shape)
-
-
-@lru_cache(512)
-def _places(shape: StreamShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    """Where each part lies in the buffer, and the part's shape."""
-    found, start = {}, 0
-    for name, part in shape.parts().items():
-        found[name] = (slice(start, start := start + math.prod(part)), part)
-    return found
 
 
 class Laid:
@@ -124,6 +127,9 @@ class Laid:
 
     def __init__(self, pieces: Sequence[Piece], together: CohortPass | None = None) -> None:
         """The streams of a cohort come first."""
+        if together is not None and not pieces:
+            self._lay(together)
+            return
         # By columns: a step of 256 streams has as many pieces, and this lies between two steps.
         token_ids, starts, pages, rows, _, pooled, proposed = zip(*pieces, strict=True) if pieces else ((),) * 7
         count = len(pieces)
@@ -146,12 +152,23 @@ class Laid:
             self.lengths = np.concatenate((ones, self.lengths))
             self.starts = np.concatenate((together.starts, self.starts))
             self.token_ids = np.concatenate((together.token_ids, self.token_ids))
-            self.pages = np.concatenate((together.pages, self.pages))
-            num_pages = np.concatenate((together.num_pages, num_pages))
         several = np.flatnonzero(self.lengths[len(self.lengths) - count :] > 1)
         self.num_decodes = len(self.lengths) - count + (int(several[0]) if len(several) else count)
         self.num_tokens = len(self.token_ids)
         self.page_offsets = np.cumsum(num_pages) - num_pages
+        if together is not None:
+            self.page_offsets = np.concatenate((together.page_offsets, self.page_offsets + len(together.pages)))
+            self.pages = np.concatenate((together.pages, self.pages))
+
+    def _lay(self, together: CohortPass) -> None:
+        """Lays a cohort alone."""
+        count = len(together)
+        self.together, self.chosen, self.pooled = together, [], []
+        self.chooses, self.lengths = np.ones(count, np.bool_), np.ones(count, np.int64)
+        self.pools = self.proposed = np.zeros(count, np.bool_)
+        self.starts, self.token_ids = together.starts, together.token_ids
+        self.pages, self.page_offsets = together.pages, together.page_offsets
+        self.num_decodes = self.num_tokens = count
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -176,7 +193,18 @@ class Laid:
         return pages
 
 
-@dataclass(frozen=True, slots=True)
+class Items(NamedTuple):
+    """How decode attention divides the keys of a cohort, kept for several passes."""
+
+    packer: "StreamPacker"
+    number: int  # of the pass for which they were computed
+    items: Ints  # as `decode_items` gives them
+    grows: Ints  # 1 for the last part of a stream, which gets a key with each pass
+    are_whole: bool  # each stream has one part
+    turns_at: int  # the first pass in which a stream begins a page
+
+
+@dataclass(frozen=True)
 class StreamPacker:
     """The facts about a generation model that packing needs."""
 
@@ -228,7 +256,19 @@ class StreamPacker:
             for chunks in reversed(_CHUNKS)
         ]
 
+    @cached_property
+    def _shapes(self) -> dict[tuple[int, int, int], StreamShape]:
+        return {}
+
     def _shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape:
+        shape = self._shapes.get((decodes, tokens, chunks))
+        if shape is None:
+            if len(self._shapes) == _MOST_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[decodes, tokens, chunks] = self._new_shape(decodes, tokens, chunks)
+        return shape
+
+    def _new_shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape:
         tile_shape = self.tiling.shape(tokens or decodes)
         depth = tile_shape.block_m // self.tiling.group
         items = most_items(decodes, self.tiling.n_kv_heads, self.num_blocks) if decodes else 0
@@ -240,7 +280,7 @@ class StreamPacker:
 
         Padding tokens are token 0 at position 0, and are not stored in the cache.
         """
-        part = {name: buffer[where].reshape(parts) for name, (where, parts) in _places(shape).items()}
+        part = {name: buffer[where].reshape(parts) for name, (where, parts) in shape.places.items()}
         buffer[: shape.size] = 0
         buffer[shape.size :] = laid.pages
         count, decodes = len(laid), laid.num_decodes
@@ -250,10 +290,8 @@ class StreamPacker:
         if decodes:
             positions = laid.starts[:decodes]
             self._fill_tokens(part, 0, laid.token_ids[:decodes], positions, laid.page_offsets[:decodes], laid.pages)
-            seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
             for index, window in enumerate(shape.windows):
-                items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window)
-                part[f"items{index}"][: len(items)] = items
+                self._fill_items(part[f"items{index}"], laid, window)
         if count > decodes:
             lengths, starts, offsets = laid.lengths[decodes:], laid.starts[decodes:], laid.page_offsets[decodes:]
             ends = np.cumsum(lengths)
@@ -265,6 +303,33 @@ class StreamPacker:
             tiles = paged_tiles(lengths, starts, offsets, shape.num_decodes, depth)
             part["tiles"][: len(tiles)] = tiles
         self._fill_choices(part["choices"], shape, laid)
+
+    def _fill_items(self, places: Ints, laid: Laid, window: int | None) -> None:
+        """How decode attention divides the keys. Most passes of a cohort alone only add a key to each stream."""
+        together, decodes = laid.together, laid.num_decodes
+        is_kept = together is not None and len(together) == decodes and window is None
+        if is_kept and (kept := self._kept_items(together)) is not None:
+            places = places[: len(kept.items)]
+            places[:] = kept.items
+            places[:, 3] += kept.grows * np.int32(together.number - kept.number)
+            return
+        seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
+        items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window)
+        places[: len(items)] = items
+        if is_kept:
+            grows, are_whole = (items[:, 4] == items[:, 5] - 1).astype(np.int32), len(items) == decodes
+            together.roster.packed = Items(self, together.number, items, grows, are_whole, together.roster.columns.turns_at)
+
+    def _kept_items(self, together: CohortPass) -> Items | None:
+        """The items of an earlier pass, if they divide the keys of this one, too.
+
+        A stream that begins a page may get another number of parts, unless each stream has one part.
+        """
+        kept: Items | None = together.roster.packed
+        if kept is None or kept.packer is not self:
+            return None
+        is_valid = together.number < (kept.number + _ITEMS_LAST if kept.are_whole else kept.turns_at)
+        return kept if is_valid else None
 
     @staticmethod
     def _fill_tokens(
@@ -299,4 +364,6 @@ def rows_of(shape: StreamShape, laid: Laid, wanted: NDArray[np.bool_]) -> Ints:
 
 
 def _next(sizes: Sequence[int], least: int) -> int | None:
-    return next((size for size in sizes if size >= least), None)
+    """The first of these ascending sizes that is large enough."""
+    index = bisect_left(sizes, least)
+    return sizes[index] if index < len(sizes) else None

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.draws import NUM_CHOICES, SLOT, WORDS, Row, choices_of, mixed_seed, words_of
+from engine.draws import NUM_CHOICES, Row, choices_of, mixed_seed
 from engine.request_tag import RequestTag
+from engine.schedule.columns import Columns
 from engine.schedule.pages import Pages
 
 if TYPE_CHECKING:
@@ -23,40 +24,44 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Listener = Callable[[Longs, Ints], None]  # the keys of streams, and the id of the token of each
-# Tokens of a stream that wait for somebody to read its answer.
-_MOST_LOGGED = 64
+Listener = Callable[[Ints, Ints], None]  # the keys of streams, and the id of the token of each
+# Delivered tokens of a stream that wait for somebody to read its answer: at first, and at most.
+_LOGGED, _MOST_LOGGED = 256, 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Roster:
     """The streams of a cohort from one change to the next. n = streams."""
 
     streams: "list[Stream]"
-    slots: Longs  # [n] the row of each in the columns
-    keys: Longs  # [n] `Stream.key` of each
-    listeners: list[tuple[Listener, Longs]]  # the different `Stream.on_tokens`, and the streams that each has
+    slots: Longs  # [n] the row of each in the cohort's arrays
+    columns: Columns
+    keys: Ints  # [n] `Stream.key` of each
+    listeners: list[tuple[Listener, Longs, Ints]]  # the different `Stream.on_tokens`, the streams that each has, and their keys
     alone: Longs  # the streams with `Stream.on_token` alone
     on_passes: list[Callable[[], None]]  # the different `Stream.on_pass`
     stops: Ints  # [n, most] ids that end a stream; -1 for none
+    has_stops: bool
+    ends_at: Longs  # [n] the number of the pass that chooses the last token which the stream may have
+    first_end: int  # the lowest of `ends_at`
+    packed: Any = None  # what packing keeps from pass to pass (`engine/run/streams.py`)
 
 
 @dataclass(eq=False, slots=True)
 class CohortPass:
     """What one pass computes of a cohort: a token of each stream. n = streams. Rows are indices of `roster.streams`.
 
-    It stands in the place of a request, with one slice of n tokens.
+    It stands in the place of a request, with one slice of n tokens. Nobody changes its arrays.
     """
 
     number: int  # of the cohort's passes
     roster: Roster
     starts: Longs  # [n] the position of the token that is computed
     token_ids: Ints  # [n] each is foreseen (`engine/schedule/piece.py`)
-    pages: Ints  # the pages of all streams, one stream after the other
-    num_pages: Longs  # [n]
+    pages: Ints  # the pages of all streams
+    page_offsets: Longs  # [n] where the pages of each stream begin in `pages`
     choices: Ints  # [n, 8], as `choices_of` gives them
     last: list[int]  # rows whose stream gets the last token that it may have
-    filled: list[int]  # rows whose token fills a page
     left: list[int] = field(default_factory=list)  # rows whose stream has left the cohort since the pass was scheduled
 
     def __len__(self) -> int:
@@ -76,18 +81,24 @@ class CohortPass:
 
     def exceptions(self, chosen: Ints) -> list[int]:
         """The rows whose stream does not just go on with the chosen token. `chosen`: [n, 4], as `kernels.sample` gives it."""
-        ends = (chosen[:, :1] == self.roster.stops).any(1) | (chosen[:, 1] == 0)
-        return sorted({*np.flatnonzero(ends).tolist(), *self.last, *self.left})
+        found = {*self.last, *self.left}
+        if self.roster.has_stops and (ends := chosen[:, :1] == self.roster.stops).any():
+            found.update(np.flatnonzero(ends.any(1)).tolist())
+        if not (finite := chosen[:, 1]).all():
+            found.update(np.flatnonzero(finite == 0).tolist())
+        return sorted(found)
 
     def tell(self, token_ids: Ints, skipped: list[int]) -> None:
         """Tell the callers the tokens [n], but for the skipped rows. A caller whose code raises fails."""
         told = np.ones(len(self), np.bool_)
         told[skipped] = False
-        for listener, rows in self.roster.listeners:
-            rows = rows[told[rows]] if skipped else rows
+        for listener, rows, keys in self.roster.listeners:
+            if skipped:
+                rows = rows[told[rows]]
+                keys = self.roster.keys[rows]
             try:
                 if len(rows):
-                    listener(self.roster.keys[rows], token_ids[rows])
+                    listener(keys, token_ids[rows])
             except Exception as error:
                 for row in rows.tolist():
                     self.streams[row].fail(error)
@@ -111,19 +122,20 @@ class Cohort:
         self._listeners = Counter[Listener]()
         self._numbers: dict[Listener, int] = {}  # each has a number that no other one has had
         self._next_number = count()
-        # Columns, with a row for each slot.
-        self._computed = np.zeros(most, np.int64)  # tokens that passes have computed, those under way included
-        self._last = np.zeros(most, np.int64)  # the value of `_computed` behind which no token is chosen
+        # Arrays with a row for each slot.
+        self._first = np.zeros(most, np.int64)  # the position in pass 0
+        self._ends_at = np.zeros(most, np.int64)  # the number of the pass that chooses the last token
         self._prompt = np.zeros(most, np.int64)  # tokens of the prompt
         self._num_pages = np.zeros(most, np.int64)
         self._seeds = np.zeros(most, np.uint64)  # mixed
         self._choices = np.zeros((most, NUM_CHOICES), np.int32)
         self._pages = np.zeros((most, 8), np.int32)
         self._stops = np.full((most, 2), -1, np.int32)
-        self._keys = np.zeros(most, np.int64)
+        self._keys = np.zeros(most, np.int32)
         self._heard_by = np.zeros(most, np.int64)  # the number of the listener; -1: `Stream.on_token`, -2: nobody
-        self._log = np.zeros((most, _MOST_LOGGED), np.int32)  # delivered tokens that the stream's answer does not have yet
-        self._num_logged = np.zeros(most, np.int64)
+        self._log = np.zeros((most, _LOGGED), np.int32)  # delivered tokens, by the number of the pass modulo the width
+        self._flushed = [0] * most  # the number of the last pass whose token the stream's answer has
+        self._not_flushed = 0  # no stream's answer lacks the token of an earlier pass
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -136,8 +148,10 @@ class Cohort:
         """The stream's last token is known to the device: a pass that runs ahead has chosen it, or will have."""
         slot, options = self._free.pop(), stream.options
         self._streams[stream], self._order, self._roster = None, np.append(self._order, slot), None
-        self._computed[slot], self._prompt[slot] = stream.num_computed, len(stream.prompt)
-        self._last[slot] = len(stream.prompt) + options.max_tokens - 1
+        first = stream.num_computed - (self.num_scheduled + 1)
+        self._first[slot], self._prompt[slot] = first, len(stream.prompt)
+        self._ends_at[slot] = len(stream.prompt) + options.max_tokens - 2 - first
+        self._flushed[slot] = self.num_scheduled
         self._seeds[slot] = mixed_seed(stream.seed)
         self._choices[slot] = choices_of([Row(options)], [-1])[0]
         self._pages = _with_width(self._pages, len(stream.pages), 0)
@@ -163,6 +177,7 @@ class Cohort:
             if each.number > stream.joined_at:
                 each.left.append(int(np.flatnonzero(each.roster.slots == slot)[0]))
         self.flush(stream)
+        stream.keep_delivered()
         stream.leave()
         del self._streams[stream]
         self._order, self._roster = self._order[self._order != slot], None
@@ -178,67 +193,74 @@ class Cohort:
 
     def schedule(self) -> "tuple[CohortPass | None, list[Stream]]":
         """The next pass of all streams; None if there are none. And the streams that have left it, because no page is free."""
-        without_page = self._take_pages()
+        number = self.num_scheduled + 1
+        without_page = self._take_pages(number)
         if not self._streams:
             return None, without_page
         if self._roster is None:
-            self._roster = self._new_roster()
-        slots, size = self._order, self._pool.page_size
-        starts, num_pages, pages = self._computed[slots], self._num_pages[slots], self._pages[slots]
-        choices, rows = self._choices[slots], np.arange(len(slots))
-        sampled = choices[:, 0] != 0  # the bits of the temperature
-        if sampled.any():
-            words = words_of(self._seeds[slots], starts + 1 - self._prompt[slots])
-            choices[:, WORDS] = np.where(sampled[:, None], words, 0)
-        choices[:, SLOT] = pages[rows, starts // size]
-        self._computed[slots] = starts + 1
-        self.num_scheduled += 1
-        scheduled = CohortPass(
-            self.num_scheduled,
-            self._roster,
-            starts,
-            -1 - pages[rows, (starts - 1) // size],  # as `last_token`
-            pages[np.arange(pages.shape[1]) < num_pages[:, None]],
-            num_pages,
-            choices,
-            np.flatnonzero(starts + 1 == self._last[slots]).tolist(),
-            np.flatnonzero((starts + 1) % size == 0).tolist(),
-        )
+            self._roster = self._new_roster(number)
+        roster, self.num_scheduled = self._roster, number
+        last = np.flatnonzero(roster.ends_at == number).tolist() if number == roster.first_end else []
+        scheduled = CohortPass(number, roster, *roster.columns.of_pass(number), last)
         self._under_way.append(scheduled)
-        for row in scheduled.last:
-            self.remove(scheduled.streams[row])
+        for row in last:
+            self.remove(roster.streams[row])
         return scheduled, without_page
 
-    def _take_pages(self) -> "list[Stream]":
+    def _take_pages(self, number: int) -> "list[Stream]":
         """A page for each stream whose pages are full. Returns: those that get none, which have left."""
         without: list[Stream] = []
-        full = self._computed[self._order] == self._num_pages[self._order] * self._pool.page_size
-        if not full.any():
+        roster = self._roster
+        if roster is not None and number < roster.columns.turns_at:
             return without
-        streams = self.streams
-        for stream in [streams[row] for row in np.flatnonzero(full).tolist()]:
-            page = self._pool.take(1)
-            if page is None:
-                self.remove(stream)
-                without.append(stream)
-                continue
-            stream.pages += page
-            self._pages = _with_width(self._pages, len(stream.pages), 0)
-            self._pages[stream.slot, len(stream.pages) - 1] = page[0]
-            self._num_pages[stream.slot] += 1
+        full = self._first[self._order] + number == self._num_pages[self._order] * self._pool.page_size
+        if full.any():
+            streams = self.streams if roster is None else roster.streams
+            for stream in [streams[row] for row in np.flatnonzero(full).tolist()]:
+                page = self._pool.take(1)
+                if page is None:
+                    self.remove(stream)
+                    without.append(stream)
+                    continue
+                stream.pages += page
+                self._pages = _with_width(self._pages, len(stream.pages), 0)
+                self._pages[stream.slot, len(stream.pages) - 1] = page[0]
+                self._num_pages[stream.slot] += 1
+        if self._roster is not None:
+            self._roster.columns.turn(number, self._pages[self._order])
         return without
 
-    def _new_roster(self) -> Roster:
+    def _new_roster(self, number: int) -> Roster:
+        """`number`: of the next pass."""
         slots = self._order
-        heard_by = self._heard_by[slots]
+        heard_by, keys, ends_at, stops = self._heard_by[slots], self._keys[slots], self._ends_at[slots], self._stops[slots]
+        order = np.argsort(heard_by, kind="stable")
+        listeners = []
+        for listener, heard in self._numbers.items():
+            start, stop = np.searchsorted(heard_by, (heard, heard + 1), sorter=order)
+            rows = order[start:stop]
+            listeners.append((listener, rows, keys[rows]))
+        columns = Columns(
+            number,
+            self._first[slots],
+            self._pages[slots],
+            self._choices[slots],
+            self._seeds[slots],
+            self._prompt[slots],
+            self._pool.page_size,
+        )
         return Roster(
             self.streams,
             slots,
-            self._keys[slots],
-            [(listener, np.flatnonzero(heard_by == number)) for listener, number in self._numbers.items()],
+            columns,
+            keys,
+            listeners,
             np.flatnonzero(heard_by == -1),
             list(self._on_passes),
-            self._stops[slots],
+            stops,
+            bool((stops >= 0).any()),
+            ends_at,
+            int(ends_at.min()),
         )
 
     def delivered(self, ended: CohortPass, chosen: Ints) -> list[int]:
@@ -250,26 +272,46 @@ class Cohort:
         """
         while self._under_way and self._under_way[0].number <= ended.number:  # earlier ones could not be launched
             self._under_way.popleft()
-        self.num_delivered = ended.number
         for row in ended.left:
             ended.streams[row].num_foreseen -= 1
         exceptions = ended.exceptions(chosen)
-        slots, token_ids = ended.roster.slots, chosen[:, 0]
-        if exceptions:
-            slots, token_ids = np.delete(slots, exceptions), np.delete(token_ids, exceptions)
-        places = self._num_logged[slots]
-        self._log[slots, places] = token_ids
-        self._num_logged[slots] = places + 1
-        for row in np.flatnonzero(self._num_logged[ended.roster.slots] == _MOST_LOGGED).tolist():
-            self.flush(ended.streams[row])
+        if ended.number - self._not_flushed >= self._log.shape[1]:
+            self._make_room(ended.number)
+        self._log[ended.roster.slots, ended.number % self._log.shape[1]] = chosen[:, 0]
+        for stream in [ended.streams[row] for row in exceptions]:
+            if stream.cohort is self:
+                self.flush(stream)
+                self._flushed[stream.slot] = ended.number  # it takes this token itself
+        self.num_delivered = ended.number
         return exceptions
+
+    def _make_room(self, number: int) -> None:
+        """Makes the log wide enough for the token of pass `number`."""
+        self._not_flushed = min((self._flushed[stream.slot] for stream in self._streams), default=number)
+        width = self._log.shape[1]
+        if number - self._not_flushed < width:
+            return
+        if width == _MOST_LOGGED:
+            for stream in self._streams:
+                self.flush(stream)
+            self._not_flushed = self.num_delivered
+            return
+        logged = np.arange(number - width, number)
+        wider = np.zeros((len(self._log), 2 * width), np.int32)
+        wider[:, logged % (2 * width)] = self._log[:, logged % width]
+        self._log = wider
+
+    def num_logged(self, stream: "Stream") -> int:
+        """Delivered tokens that the answer of a stream of this cohort does not have yet."""
+        return max(0, self.num_delivered - self._flushed[stream.slot])
 
     def flush(self, stream: "Stream") -> None:
         """Adds the delivered tokens of a stream to its answer. Any thread may call this, also after the stream has left."""
         with self._lock:
-            if stream.cohort is self and (num_logged := int(self._num_logged[stream.slot])):
-                self._num_logged[stream.slot] = 0
-                stream.add_to_answer(self._log[stream.slot, :num_logged].tolist())
+            if stream.cohort is self and (count := self.num_logged(stream)):
+                logged = np.arange(self.num_delivered - count + 1, self.num_delivered + 1) % self._log.shape[1]
+                self._flushed[stream.slot] = self.num_delivered
+                stream.add_to_answer(self._log[stream.slot, logged].tolist())
 
     def forget(self, abandoned: CohortPass) -> None:
         """The pass was not launched. Its streams have their tokens of it from other passes, or never."""

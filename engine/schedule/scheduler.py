@@ -2,6 +2,9 @@
 
 On a GPU two passes are under way: while one computes, the next is scheduled and queued behind it. A pass that would not fill
 the token budget is scheduled as late as the device allows, so that requests that arrive meanwhile still join it.
+
+A decode step takes a few milliseconds, and a thread may wait as long for the interpreter. So passes of streams are queued
+`_AHEAD_S` ahead, up to three at a time (docs/decisions/060).
 """
 
 import sys
@@ -23,6 +26,11 @@ from engine.schedule.stream import Stream, Streams
 
 # The next pass is scheduled this long before the running one should end, besides the time that a launch takes.
 _MARGIN_S = 0.0005
+# The device always has so much work of streams, if the passes in flight allow.
+_AHEAD_S = 0.005
+# Beside so many streams or more, a pass takes few tokens of prompts: `_PROMPT_TOKENS`, or a part of those that wait. A pass of
+# 8,192 tokens takes 15 decode steps, and each stream would wait for it.
+_MANY_STREAMS, _PROMPT_TOKENS, _PART_OF_WAITING = 16, 256, 8
 # Tokens/s before any pass was measured.
 _TOKENS_PER_S = 1_000.0
 
@@ -76,6 +84,11 @@ class Scheduler:
     def awaits_tokens(self) -> bool:
         """Whether streams wait for tokens of a pass under way, as those do that speculate or have a grammar."""
         return self.streams is not None and bool(self._in_flight) and self.streams.pages.num_streams > len(self.streams)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a pass waits behind the one that computes, so that the next one is in no hurry. Of a model that generates."""
+        return bool(self.streams) and self._num_stages == 1 and len(self._in_flight) > 1
 
     @property
     def is_idle(self) -> bool:
@@ -140,9 +153,13 @@ class Scheduler:
         """Seconds until the next pass is to be scheduled; None where only an arrival or the end of a pass changes anything."""
         if not self.has_work or len(self._in_flight) >= self._most_in_flight:
             return None
-        if not self._in_flight or self._alone or self.queue.interactive.num_tokens >= self.queue.max_batch_tokens:
+        is_full = self.queue.interactive.num_tokens >= self.queue.max_batch_tokens and len(self._in_flight) <= self._num_stages
+        if not self._in_flight or self._alone or is_full:
             return 0.0  # batch requests alone wait for the last moment: what is launched stands before whoever comes next
-        return self.free_at - self._launch_s - _MARGIN_S - now
+        ahead_s = self._launch_s + _MARGIN_S
+        if self.streams and self._num_stages == 1:
+            ahead_s = max(ahead_s, _AHEAD_S)
+        return self.free_at - ahead_s - now
 
     def schedule(self, now: float) -> list[Slice]:
         """The slices of the next pass; none where all that waited is over.
@@ -168,12 +185,22 @@ class Scheduler:
         if self.streams is not None:
             slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
         # A stream that decodes is a token of a pass, also in a cohort, and nothing else has been scheduled so far.
-        slices = self.queue.schedule(now, slices, sum(part.stop - part.start for part in slices))
+        num_streams = sum(part.stop - part.start for part in slices)
+        slices = self.queue.schedule(now, slices, num_streams, self._most_beside(num_streams))
         if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
             slices = self._schedule_streams(self.streams)
         if self.streams is not None and self._runs_ahead:
             self.streams.run_ahead(slices)
         return slices
+
+    def _most_beside(self, num_streams: int) -> int | None:
+        """The most tokens of the queue that a pass takes beside so many streams. None for no limit.
+
+        A part of what waits: else a flood of prompts, or long ones, would wait for many steps.
+        """
+        if num_streams < _MANY_STREAMS or self._num_stages > 1:
+            return None
+        return max(_PROMPT_TOKENS, self.queue.num_tokens // _PART_OF_WAITING)
 
     def _schedule_streams(self, streams: Streams, prompts_wait: bool = False) -> list[Slice]:
         slices, preempted = streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs), prompts_wait)

@@ -148,6 +148,12 @@ class Stream(Waiting):
             self.cohort.flush(self)
         return self._answer
 
+    @property
+    def num_answered(self) -> int:
+        """The number of tokens in `answer`. Any thread may read it; it may lag by a pass."""
+        cohort = self.cohort
+        return len(self._answer) + (0 if cohort is None else cohort.num_logged(self))
+
     def add_to_answer(self, token_ids: Sequence[int]) -> None:
         """The cohort's tokens, of which nothing but the id is known."""
         self._answer += map(token_of, token_ids)
@@ -443,6 +449,10 @@ class Stream(Waiting):
         if num_full > self.num_kept:
             self.pool.keep(self.pages, self.ids[: part.stop])
             self.num_kept = num_full
+
+    def keep_delivered(self) -> None:
+        """As `keep`, of a stream of a cohort: each token of its answer but the last one is computed."""
+        self.keep(Slice(self, 0, 0, self.length - 1))
 
     def give_back(self) -> None:
         """Release the pages. What was computed must be computed again."""

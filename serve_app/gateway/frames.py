@@ -25,6 +25,12 @@ class Kind(IntEnum):
     READ = 5  # gateway to replica: send the messages of this channel
     CHANGE = 6  # gateway to replica: the streams to begin and to cancel in a channel; it has no answer
     STEPS = 7  # replica to gateway: a message of a channel. An ANSWER with an error ends the channel.
+    TOKENS = 8  # replica to gateway: a message that has only ids of tokens, without pickle
+
+
+def head_of(number: int, kind: Kind, payload: bytes) -> bytes:
+    """The head of a frame with this payload."""
+    return _HEAD.pack(len(payload), number, kind)
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -57,7 +63,7 @@ class FrameProtocol(asyncio.Protocol):
     def send(self, number: int, kind: Kind, payload: bytes = b"") -> None:
         """Sends a frame. Does nothing after the connection has ended."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.writelines((_HEAD.pack(len(payload), number, kind), payload))
+            self._transport.writelines((head_of(number, kind, payload), payload))
 
     def close(self) -> None:
         """Closes the connection after everything is sent."""

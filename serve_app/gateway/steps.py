@@ -4,6 +4,7 @@ A replica sends one message after a pass, for all streams of one gateway. A call
 a millisecond (docs/decisions/032).
 """
 
+from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -50,17 +51,33 @@ class Steps:
     scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream; sent at the same time as `cached`
     ends: dict[int, Ended]  # by stream
 
+    @property
+    def plain_bytes(self) -> bytes | None:
+        """This message without pickle: the numbers, then the token ids. None if it has more than ids of tokens."""
+        if self.logprobs or self.cached or self.scores or self.ends:
+            return None
+        return self.numbers.tobytes() + self.token_ids.tobytes()
+
+    @classmethod
+    def of_plain(cls, content: bytes) -> "Steps":
+        """The message of `plain_bytes`."""
+        numbers, token_ids = np.frombuffer(content, np.int32).reshape(2, -1)
+        return cls(numbers, token_ids, {}, {}, {}, {})
+
 
 @dataclass(slots=True)
 class Unsent:
     """A message that grows until it is sent."""
 
-    numbers: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    numbers: "array[int]" = field(default_factory=lambda: array("i"))
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: dict[int, Token] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     scores: dict[int, dict[int, Token]] = field(default_factory=dict)
     ends: dict[int, Ended] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.ends)
 
     def add(self, number: int, token: Token) -> None:
         if token.logprob is not None or token.logprobs_of:
@@ -70,9 +87,9 @@ class Unsent:
 
     def add_plain(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """As `add` of each, for tokens without log-probabilities."""
-        self.numbers += numbers.tolist()
-        self.token_ids += token_ids.tolist()
+        self.numbers.frombytes(numbers.astype(np.int32).tobytes())
+        self.token_ids.frombytes(token_ids.tobytes())
 
     def packed(self) -> Steps:
-        numbers, token_ids = np.array(self.numbers, dtype=np.int32), np.array(self.token_ids, dtype=np.int32)
+        numbers, token_ids = np.frombuffer(self.numbers, np.int32), np.frombuffer(self.token_ids, np.int32)
         return Steps(numbers, token_ids, self.logprobs, self.cached, self.scores, self.ends)

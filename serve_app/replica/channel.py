@@ -1,9 +1,15 @@
-"""The replica's side of a channel: it computes the streams of one gateway, and sends messages with their tokens."""
+"""The replica's side of a channel: it computes the streams of one gateway, and makes messages of their tokens.
+
+The engine's threads fill the messages, and send them if the gateway reads over a wire. The event loop takes no part in a pass:
+it shares the interpreter with the engine's threads.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -13,14 +19,13 @@ from numpy.typing import NDArray
 from engine.errors import BackendError, EmberError, EngineStopped
 from engine.request_tag import RequestTag
 from engine.schedule.stream import Answer, Stream, Token
-from serve_app.compute.delivery import Delivery
 from serve_app.gateway.steps import End, Ended, NewStream, Steps, Unsent
 from serve_app.models import GeneratingModel
 
 log = logging.getLogger(__name__)
 
-# If this many tokens wait for a gateway, or a message waits for this long, the gateway no longer reads, and its streams end. Its
-# node may be unplugged, and a connection does not show that for minutes.
+# If this many tokens wait for a gateway, or one waits for this long, the gateway no longer reads, and its streams end. Its node
+# may be unplugged, and a connection does not show that for minutes.
 MOST_UNSENT = 1 << 17
 UNREAD_S = 10.0
 
@@ -31,7 +36,6 @@ class Channels:
     def __init__(self, model: GeneratingModel) -> None:
         self._model = model
         self._channels: dict[str, Channel] = {}
-        self._delivery: Delivery | None = None  # of all channels, so that a pass wakes the event loop once
 
     @property
     def tokens_left(self) -> int:
@@ -49,55 +53,77 @@ class Channels:
         channel.begin(begun)
         channel.cancel(left)
 
+    def read(self, channel_id: str, on_message: Callable[[], None]) -> "Channel":
+        """The channel, whose messages the caller takes from now on, until `end`.
+
+        Args:
+            on_message: called in any thread when `Channel.take` has a message. It must not raise.
+        """
+        channel = self._channel(channel_id)
+        channel.on_message = on_message
+        return channel
+
+    def end(self, channel_id: str) -> None:
+        """Cancels the channel's streams."""
+        if (channel := self._channels.pop(channel_id, None)) is not None:
+            channel.close()
+
     async def steps(self, channel_id: str) -> AsyncGenerator[Steps]:
-        """The messages of a channel. Closing the generator cancels the channel's streams.
+        """The messages of a channel, for a gateway that reads through Serve. Closing the generator cancels the channel's streams.
 
         Raises: EngineStopped if the gateway does not read for too long.
         """
-        channel = self._channel(channel_id)
-        channel.is_read = True
+        loop, has_message = asyncio.get_running_loop(), asyncio.Event()
+        channel = self.read(channel_id, lambda: _on(loop, has_message.set))
         try:
             while True:
-                yield await channel.message()
+                has_message.clear()
+                if (message := channel.take()) is not None:
+                    yield message
+                else:
+                    await has_message.wait()
         finally:
-            self._channels.pop(channel_id, None)
-            channel.close()
+            self.end(channel_id)
 
     def _channel(self, channel_id: str) -> "Channel":
         """Finds or makes the channel: the first call makes it, whether it begins streams or asks for messages."""
         channel = self._channels.get(channel_id)
         if channel is None:
-            if self._delivery is None:
-                self._delivery = Delivery(asyncio.get_running_loop())
-            channel = self._channels[channel_id] = Channel(self._model, self._delivery)
+            channel = self._channels[channel_id] = Channel(self._model)
             asyncio.get_running_loop().call_later(UNREAD_S, self._close_unread, channel_id, channel)
         return channel
 
     def _close_unread(self, channel_id: str, channel: "Channel") -> None:
-        if not channel.is_read:
-            del self._channels[channel_id]
-            channel.close()
+        if channel.on_message is None:
+            self.end(channel_id)
 
 
 class Channel:
-    """The streams of one gateway. Tokens that come while a message is sent go into the next message."""
+    """The streams of one gateway. Tokens that come while a message is sent go into the next message.
 
-    def __init__(self, model: GeneratingModel, delivery: Delivery) -> None:
-        self.is_read = False
-        self._model, self._loop, self._delivery = model, asyncio.get_running_loop(), delivery
+    Streams begin and are cancelled on the event loop. The engine's threads add tokens and ends.
+    """
+
+    def __init__(self, model: GeneratingModel) -> None:
+        self.on_message: Callable[[], None] | None = None  # see `Channels.read`; None until somebody reads
+        self._model, self._loop = model, asyncio.get_running_loop()
+        self._lock = threading.Lock()  # guards the attributes below. Nothing that takes another lock is called with it.
         self._streams: dict[int, Stream] = {}
         self._fresh: set[int] = set()  # the streams without a token yet
-        self._unsent, self._ready = Unsent(), asyncio.Event()
-        self._sent_at: float | None = None  # the time at which the current message was handed over
-        self._is_closed = False
+        self._unsent, self._since = Unsent(), 0.0  # the next message, and the time at which it began
+        self._flushes_soon = self._will_close = self._is_closed = False
 
     @property
     def tokens_left(self) -> int:
-        return sum(stream.options.max_tokens - len(stream.answer) for stream in self._streams.values())
+        return sum(stream.options.max_tokens - stream.num_answered for stream in self._running())
 
     @property
     def num_answering(self) -> int:
-        return sum(bool(stream.answer) for stream in self._streams.values())
+        return sum(stream.num_answered > 0 for stream in self._running())
+
+    def _running(self) -> list[Stream]:
+        with self._lock:
+            return list(self._streams.values())
 
     def begin(self, begun: Sequence[NewStream]) -> None:
         streams = []
@@ -106,16 +132,17 @@ class Channel:
                 stream = self._model.new_stream(new.prompt, new.options)
                 stream.go_on_after(new.answered.tolist())
             except Exception as error:
-                self._end(new.number, error, new.tags)
+                self._add_end(new.number, error, new.tags)
                 continue
             stream.priority, stream.owner, stream.deadline = new.priority, new.owner, perf_counter() + new.deadline_s
             stream.tags = new.tags
-            stream.on_token, stream.on_tokens, stream.key = partial(self._got, new.number), self._got_all, new.number
-            stream.on_pass = self._delivery.wake
+            stream.on_token, stream.on_tokens, stream.key = partial(self._add, new.number), self._add_all, new.number
+            stream.on_pass = self.flush
+            with self._lock:
+                self._streams[new.number] = stream
+                if not len(new.answered):
+                    self._fresh.add(new.number)
             stream.future.add_done_callback(partial(self._ended, new.number))
-            self._streams[new.number] = stream
-            if not len(new.answered):
-                self._fresh.add(new.number)
             if not stream.future.done():
                 streams.append(stream)
         try:
@@ -123,68 +150,94 @@ class Channel:
         except Exception as error:
             for stream in streams:
                 stream.fail(error)
+        self.flush()
 
     def cancel(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._fresh.discard(number)
-            if (stream := self._streams.pop(number, None)) is not None:
+            with self._lock:
+                self._fresh.discard(number)
+                stream = self._streams.pop(number, None)
+            if stream is not None:
                 stream.future.cancel()
 
     def close(self) -> None:
         """Cancels all streams, which frees their pages."""
-        self._is_closed, self._unsent = True, Unsent()
-        self._ready.set()
-        self.cancel(list(self._streams))
+        with self._lock:
+            self._is_closed, self._unsent = True, Unsent()
+            numbers = list(self._streams)
+        self.cancel(numbers)
+        if self.on_message is not None:
+            self.on_message()
 
-    async def message(self) -> Steps:
-        """The next message. Raises: EngineStopped if the channel has been closed."""
-        self._sent_at = None
-        await self._ready.wait()
-        if self._is_closed:
-            raise EngineStopped("the gateway has not read its messages, so its streams were cancelled")
-        self._ready.clear()
-        unsent, self._unsent = self._unsent, Unsent()
-        self._sent_at = self._loop.time()
+    def flush(self) -> None:
+        """Calls `on_message` if there is a message. Any thread may call this; the engine's threads do after each pass."""
+        if self._unsent and self.on_message is not None:
+            self.on_message()
+
+    def take(self) -> Steps | None:
+        """The next message, if there is one. Any thread may call this. Raises: EngineStopped if the channel has been closed."""
+        with self._lock:
+            if self._is_closed:
+                raise EngineStopped("the gateway has not read its messages, so its streams were cancelled")
+            if not self._unsent:
+                return None
+            unsent, self._unsent = self._unsent, Unsent()
         return unsent.packed()
 
-    def _got(self, number: int, token: Token) -> None:
-        """Adds a token. The engine's threads call this."""
-        self._delivery.add(self._keep, (number, token))
+    def _add(self, number: int, token: Token) -> None:
+        """Adds a token to the next message."""
+        with self._lock:
+            stream = self._streams.get(number)
+            if stream is None:  # the caller has left
+                return
+            self._begin_message()
+            self._tell_prompt(number, stream)
+            self._unsent.add(number, token)
 
-    def _got_all(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
-        """Adds a token of each of these streams, which had tokens before. The engine's threads call this."""
-        self._delivery.add(self._keep_all, (numbers, token_ids))
+    def _add_all(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+        """As `_add` of a token of each of these streams, which had tokens before.
+
+        Tokens of streams whose callers have left are sent, too: the gateway drops them.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._begin_message()
+                self._unsent.add_plain(numbers, token_ids)
+
+    def _begin_message(self) -> None:
+        """Called before each token is added."""
+        unsent, now = self._unsent, perf_counter()
+        if not unsent:
+            self._since = now
+        elif (now > self._since + UNREAD_S or len(unsent.numbers) >= MOST_UNSENT) and not self._will_close:
+            log.error("a gateway does not read its messages: %d streams are cancelled", len(self._streams))
+            self._will_close = True
+            _on(self._loop, self.close)
 
     def _ended(self, number: int, future: "Future[Answer]") -> None:
         """Adds the end of a stream. Any thread may call this."""
-        if not future.cancelled():
-            self._delivery.add(self._keep_end, (number, future))
-            self._delivery.wake()
-
-    def _keep(self, event: tuple[int, Token]) -> None:
-        number, token = event
-        stream = self._streams.get(number)
-        if stream is None:  # the caller has left
+        if future.cancelled():
             return
-        if not self._unsent.numbers:
-            self._ready.set()
-        self._tell_prompt(number, stream)
-        self._unsent.add(number, token)
-        self._close_if_unread()
+        with self._lock:
+            stream = self._streams.pop(number, None)
+            if stream is None:
+                return
+            error = future.exception()
+            if error is None:
+                self._tell_prompt(number, stream)
+            self._fresh.discard(number)
+        if error is None:
+            answer = future.result()
+            self._add_end(number, End(answer.finish_reason, answer.queue_s, answer.end))
+        else:
+            self._add_end(number, error if isinstance(error, Exception) else BackendError(repr(error)), stream.tags)
+        if not self._flushes_soon:  # the end of a stream may come without a pass
+            self._flushes_soon = True
+            _on(self._loop, self._flush_soon)
 
-    def _keep_all(self, event: tuple[NDArray[np.int64], NDArray[np.int32]]) -> None:
-        """As `_keep`. Tokens of streams whose callers have left are sent, too: the gateway drops them."""
-        if self._is_closed:
-            return
-        self._ready.set()
-        self._unsent.add_plain(*event)
-        self._close_if_unread()
-
-    def _close_if_unread(self) -> None:
-        is_late = self._sent_at is not None and self._loop.time() > self._sent_at + UNREAD_S
-        if is_late or len(self._unsent.numbers) > MOST_UNSENT:
-            log.error("a gateway does not read its messages: %d streams are cancelled", len(self._streams))
-            self.close()
+    def _flush_soon(self) -> None:
+        self._flushes_soon = False
+        self.flush()
 
     def _tell_prompt(self, number: int, stream: Stream) -> None:
         """Adds the prompt's cached tokens and scores, with the stream's first token or with its end."""
@@ -194,23 +247,16 @@ class Channel:
             if stream.scores:
                 self._unsent.scores[number] = stream.scores
 
-    def _keep_end(self, event: tuple[int, "Future[Answer]"]) -> None:
-        number, future = event
-        stream = self._streams.pop(number, None)
-        if stream is None:
-            return
-        error = future.exception()
-        if error is None:
-            self._tell_prompt(number, stream)
-            answer = future.result()
-            self._end(number, End(answer.finish_reason, answer.queue_s, answer.end))
-        else:
-            self._fresh.discard(number)
-            self._end(number, error if isinstance(error, Exception) else BackendError(repr(error)), stream.tags)
-
-    def _end(self, number: int, end: Ended, tags: tuple[RequestTag, ...] = ()) -> None:
+    def _add_end(self, number: int, end: Ended, tags: tuple[RequestTag, ...] = ()) -> None:
         if isinstance(end, Exception) and not isinstance(end, EmberError):  # an unforeseen error may not be picklable
             log.error("a stream failed", exc_info=end, extra={"tags": tags})
             end = BackendError(f"the replica failed: {end!r}")
-        self._unsent.ends[number] = end
-        self._ready.set()
+        with self._lock:
+            if not self._unsent:
+                self._since = perf_counter()
+            self._unsent.ends[number] = end
+
+
+def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        loop.call_soon_threadsafe(call)

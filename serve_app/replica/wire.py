@@ -7,7 +7,6 @@ import pickle
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
 from contextvars import Context
 from hmac import compare_digest
 from typing import Any
@@ -16,9 +15,10 @@ import ray
 
 from cluster.haproxy import ALONE_VARIABLE
 from engine.errors import BackendError, EngineStopped
-from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind
+from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind, head_of
 from serve_app.gateway.parcel import Answered, Parcel
-from serve_app.replica.channel import UNREAD_S, Channels
+from serve_app.replica.channel import UNREAD_S, Channel, Channels
+from serve_app.replica.sender import Sender
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Wires:
     @property
     def num_open(self) -> int:
         """The number of calls without an answer, plus the number of channels."""
-        return sum(len(each.tasks) for each in self.connections)
+        return sum(len(each.tasks) + len(each.channels) for each in self.connections)
 
     def note_call(self) -> None:
         self._calls += 1
@@ -87,15 +87,15 @@ class _Connection(FrameProtocol):
 
     def __init__(self, wires: Wires) -> None:
         super().__init__()
-        self.tasks = dict[int, asyncio.Task[None]]()  # of open calls and channels, by the gateway's numbers
+        self.tasks = dict[int, asyncio.Task[None]]()  # of open calls, by the gateway's numbers
+        self.channels = dict[int, tuple[str, Channel]]()  # with their ids, by the gateway's numbers
         self._wires = wires
-        self._is_known = False
-        self._may_send = asyncio.Event()  # set while the gateway reads the sent data
-        self._may_send.set()
+        self._is_known = self._closes = False
         self._too_late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        self._sender = Sender(transport, self._all_sent)
         self._wires.connections.add(self)
         self._too_late = asyncio.get_running_loop().call_later(_SECRET_S, self._abort)
 
@@ -118,11 +118,13 @@ class _Connection(FrameProtocol):
             self._wires.note_call()
             self._begin(number, self._answer(number, payload))
         elif kind is Kind.READ:
-            self._begin(number, self._send_steps(number, payload))
+            self._read(number, pickle.loads(payload))  # noqa: S301 - it comes from a gateway that has the secret
         elif kind is Kind.CHANGE:
             self._channels.change(*pickle.loads(payload))  # noqa: S301 - it comes from a gateway that has the secret
         elif kind is Kind.CANCEL and number in self.tasks:
             self.tasks[number].cancel()
+        elif kind is Kind.CANCEL and number in self.channels:
+            self._end(number)
 
     def _begin(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         # In a new context, because the tags of one request must not reach the next one.
@@ -143,21 +145,48 @@ class _Connection(FrameProtocol):
         assert self._wires.channels is not None, "the gateway knows which models generate"
         return self._wires.channels
 
-    async def _send_steps(self, number: int, payload: bytes) -> None:
-        channel_id = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
-        try:
-            async with aclosing(self._channels.steps(channel_id)) as messages:
-                async for message in messages:
-                    self.send(number, Kind.STEPS, pickle.dumps(message, protocol=5))
-                    await self._may_send.wait()
-        except EngineStopped as error:
-            self.send(number, Kind.ANSWER, pickle.dumps(error))
+    def _read(self, number: int, channel_id: str) -> None:
+        channel = self._channels.read(channel_id, lambda: self._send_steps(number, channel))
+        self.channels[number] = channel_id, channel
+        channel.flush()
 
-    def pause_writing(self) -> None:
-        self._may_send.clear()
+    def _end(self, number: int) -> None:
+        channel_id, channel = self.channels.pop(number)
+        channel.on_message = None
+        self._channels.end(channel_id)
 
-    def resume_writing(self) -> None:
-        self._may_send.set()
+    def _send_steps(self, number: int, channel: Channel) -> None:
+        """Sends the channel's message, if the socket takes it now. Any thread calls this."""
+        with self._sender.lock:  # a message that was taken first is sent first
+            if self._sender.is_full:
+                return
+            try:
+                steps = channel.take()
+            except EngineStopped as error:
+                channel.on_message = None
+                self.send(number, Kind.ANSWER, pickle.dumps(error))
+                return
+            if steps is None:
+                return
+            if (plain := steps.plain_bytes) is not None:
+                self.send(number, Kind.TOKENS, plain)
+            else:
+                self.send(number, Kind.STEPS, pickle.dumps(steps, protocol=5))
+
+    def send(self, number: int, kind: Kind, payload: bytes = b"") -> None:
+        """As `FrameProtocol.send`, from any thread."""
+        self._sender.send(head_of(number, kind, payload), payload)
+
+    def _all_sent(self) -> None:
+        if self._closes:
+            super().close()
+        for _, channel in self.channels.values():
+            channel.flush()
+
+    def close(self) -> None:
+        self._closes = True
+        if not self._sender.is_full:
+            super().close()
 
     def _abort(self) -> None:
         if self._transport is not None:
@@ -167,8 +196,11 @@ class _Connection(FrameProtocol):
         assert self._too_late is not None, "set when the connection was made"
         self._too_late.cancel()
         self._wires.connections.discard(self)
+        self._sender.close()
         for task in self.tasks.values():
             task.cancel()
+        for number in list(self.channels):
+            self._end(number)
 
 
 def listening_host() -> str | None:

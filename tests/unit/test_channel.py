@@ -364,8 +364,10 @@ def test_a_gateway_that_leaves_a_message_unread_for_long_has_left(monkeypatch: p
         link.model.compute(5)  # the call that is under way takes it
         await until(lambda: len(begun.heard) == 2)
         monkeypatch.setattr(replica, "UNREAD_S", 0.02)
+        link.model.compute(6)  # it waits
         await asyncio.sleep(0.05)
-        link.model.compute(6)
+        assert not link.model.streams[0].future.cancelled()
+        link.model.compute(7)
         await until(lambda: link.model.streams[0].future.cancelled())
 
     run(scenario)

@@ -15,7 +15,7 @@ from engine.kernels.tiles import Tiling
 from engine.options import SamplingOptions
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
-from engine.run.streams import Laid, StreamPacker
+from engine.run.streams import Laid, StreamPacker, StreamShape
 from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
@@ -84,10 +84,50 @@ def test_a_batch_by_columns_is_the_batch_by_pieces(
     for graphs in (True, False):
         shape = packer.shape(laid, graphs)
         assert shape == packer.shape(expected, graphs)
-        buffers = np.full((2, shape.size + len(expected.pages)), 5, np.int32)
-        packer.fill(buffers[0], shape, laid)
-        packer.fill(buffers[1], shape, expected)
-        assert (buffers[0] == buffers[1]).all()
+        parts = [filled(packer, shape, each) for each in (laid, expected)]
+        assert all((parts[0][name] == parts[1][name]).all() for name in parts[0])
+
+
+def filled(packer: StreamPacker, shape: StreamShape, laid: Laid) -> dict[str, np.ndarray]:
+    """The parts of a filled buffer, with the pages themselves in place of their places. Items in the order of their rows."""
+    buffer = np.full(shape.size + len(laid.pages), 5, np.int32)
+    packer.fill(buffer, shape, laid)
+    pages, parts = buffer[shape.size :], {}
+    for name, (where, of_part) in shape.places.items():
+        part = parts[name] = buffer[where].reshape(of_part).copy()
+        if name.startswith("items"):
+            part[:, 6] = part[part[:, 6], 0]  # the row of the item of the first part
+            part[:, 1] = pages[part[:, 1]]
+            parts[name] = part[np.lexsort((part[:, 4], part[:, 0], part[:, 5] == 0))]
+        elif name == "tiles" and len(part):
+            part[:, 2] = pages[part[:, 2]]
+    return parts
+
+
+def test_a_pass_of_a_cohort_divides_its_keys_as_the_passes_before() -> None:
+    """Packing each pass gives what packing a pass alone gives, while streams join, fill pages and end."""
+    streams = Streams(Pages(200, PAGE_SIZE), cohort_size=64)
+    packer = StreamPacker.for_windows(Tiling(64, 2, 2, (9, 0), 132, causal=True), (None,))
+    kept, rng = 0, np.random.default_rng(0)
+    for number in range(400):
+        if number % 50 == 0:
+            options = SamplingOptions(int(rng.integers(20, 300)), float(number % 100 == 0), seed=number)
+            each = Stream(np.arange(int(rng.integers(1, 700)), dtype=np.int32), options, number, pool=streams.pages)
+            each.prepare(may_take_pages=True)
+            prompt = each.next_slice(1024, alone=False)
+            assert prompt is not None
+            streams.run_ahead([prompt])
+        slices, _ = streams.schedule(512)
+        together = slices[0].request if slices else None
+        if not isinstance(together, CohortPass):
+            continue
+        laid, alone = Laid([], together), Laid(pieces_of(together, PAGE_SIZE))
+        shape = packer.shape(laid, graphs=True)
+        before = together.roster.packed
+        parts = [filled(packer, shape, each) for each in (laid, alone)]
+        assert all((parts[0][name] == parts[1][name]).all() for name in parts[0])
+        kept += before is not None and together.roster.packed is before
+    assert kept > 200
 
 
 def test_streams_that_just_go_on_form_a_cohort() -> None:

@@ -56,7 +56,8 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
 
 def pieces_of(together: CohortPass, page_size: int = PAGE_SIZE) -> list[Piece]:
     """The same pass, stream by stream."""
-    pages = np.split(together.pages, np.cumsum(together.num_pages)[:-1])
+    num_pages = together.starts // page_size + 1
+    pages = [together.pages[start : start + count] for start, count in zip(together.page_offsets, num_pages, strict=True)]
     numbers = np.ascontiguousarray(together.choices[:, 4:6]).view(np.uint64)[:, 0] * 2.0**-64
     assert (together.choices[:, 6] == [each[at // page_size] for each, at in zip(pages, together.starts, strict=True)]).all()
     return [

@@ -1,7 +1,10 @@
 """Wires between a gateway and a replica, over real sockets: each call gets its answer, its error or the replica's death."""
 
 import asyncio
+import pickle
+import select
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from math import inf
@@ -24,6 +27,7 @@ from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
+from serve_app.gateway.steps import Steps
 from serve_app.gateway.wire import Wire
 from serve_app.replica import wire as replica_wire
 from serve_app.replica.channel import Channels
@@ -444,18 +448,46 @@ def test_tokens_for_a_gateway_that_does_not_read_wait_at_the_replica_and_join(st
         replica.wire._transport.pause_reading()  # type: ignore[union-attr]
         large = Token(5, -0.5, tuple((each, -1.5 * each) for each in range(100_000)))
         for _ in range(40):
-            if connection._may_send.is_set():
+            if not connection._sender.is_full:
                 replica.model.compute(large)
                 await asyncio.sleep(0.02)
-        assert not connection._may_send.is_set()
+        assert connection._sender.is_full
         for _ in range(5):
             replica.model.compute(6)
         await asyncio.sleep(0.05)
         (channel,) = replica.channels._channels.values()
-        assert channel._unsent.token_ids[-5:] == [6] * 5
+        assert channel._unsent.token_ids.tolist()[-5:] == [6] * 5
         replica.wire._transport.resume_reading()  # type: ignore[union-attr]
         await until(lambda: begun.stream.answer[-5:] == [Token(6)] * 5)
         replica.model.compute(EOS)
         await begun.over
+
+    stream(scenario)
+
+
+def test_the_engine_s_thread_sends_tokens_while_the_event_loop_is_busy(stream: RunStreams) -> None:
+    """Of two channels on one connection, with log-probabilities and without."""
+
+    async def scenario(replica: Generates) -> None:
+        begun = await replica.begin([1], [2])
+        await until(lambda: bool(replica.wires.connections))
+        received: list[bytes] = []
+        replica.wire.frame_received = lambda _, kind, payload: received.append((kind, payload))  # type: ignore[assignment, method-assign]
+
+        def compute() -> None:
+            for each in range(10):
+                replica.model.compute(each, Token(each, -0.5) if each % 2 else each)
+
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()  # the event loop does nothing in the meantime
+        ready, _, _ = select.select([replica.wire._transport.get_extra_info("socket").fileno()], [], [], 5)  # type: ignore[union-attr]
+        assert ready
+        await until(lambda: len(received) == 10)
+        messages = [Steps.of_plain(each) if kind is Kind.TOKENS else pickle.loads(each) for kind, each in received]
+        assert [each.token_ids.tolist() for each in messages] == [[each, each] for each in range(10)]
+        assert [kind for kind, _ in received] == [Kind.STEPS] + [Kind.STEPS, Kind.TOKENS] * 4 + [Kind.STEPS]
+        for each in begun:
+            each.stream.future.cancel()
 
     stream(scenario)

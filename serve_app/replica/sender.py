@@ -1,0 +1,83 @@
+"""Sends on a connection from any thread."""
+
+import asyncio
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+
+class Sender:
+    """Sends on a connection's socket, in the order of the calls. The connection's transport only reads.
+
+    A transport is bound to its event loop. The engine's threads would have to wake up the loop for each message, and the loop
+    would take the interpreter from them (docs/decisions/060).
+    """
+
+    def __init__(self, transport: asyncio.BaseTransport, on_empty: Callable[[], None]) -> None:
+        """
+        Args:
+            on_empty: called on the event loop when everything is sent, after a time with `is_full`.
+        """
+        # A descriptor of its own: the transport may close its own one while another thread sends.
+        self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        self._socket.setblocking(False)
+        self._loop, self._on_empty = asyncio.get_running_loop(), on_empty
+        self._rest = deque[memoryview]()
+        self._is_closed = False
+        self.lock = threading.RLock()  # a caller may hold it, to choose what to send next
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the socket takes no more bytes at the moment. What is sent then waits in memory."""
+        return bool(self._rest)
+
+    def send(self, *parts: bytes) -> None:
+        """Sends the parts, one after the other. Any thread may call this. Does nothing after `close`."""
+        with self.lock:
+            if self._is_closed:
+                return
+            if self._rest:
+                self._rest.extend(map(memoryview, parts))
+                return
+            sent = self._send(parts)
+            for part in parts:
+                if sent < len(part):
+                    self._rest.append(memoryview(part)[sent:])
+                sent = max(0, sent - len(part))
+            if self._rest:
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._wait)
+
+    def close(self) -> None:
+        """Closes the descriptor. Called on the event loop."""
+        with self.lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._rest.clear()
+                self._loop.remove_writer(self._socket)
+                self._socket.close()
+
+    def _send(self, parts: "tuple[bytes | memoryview, ...]") -> int:
+        try:
+            return self._socket.sendmsg(parts)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the transport reads the same error, and ends the connection
+            return sum(map(len, parts))
+
+    def _wait(self) -> None:
+        if not self._is_closed:
+            self._loop.add_writer(self._socket, self._send_rest)
+
+    def _send_rest(self) -> None:
+        with self.lock:
+            while self._rest:
+                part = self._rest.popleft()
+                if (sent := self._send((part,))) < len(part):
+                    self._rest.appendleft(part[sent:])
+                    return
+            self._loop.remove_writer(self._socket)
+        self._on_empty()

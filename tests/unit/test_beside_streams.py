@@ -1,0 +1,81 @@
+"""Passes of streams: how far ahead they are queued, and how many tokens of prompts they take."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from engine.options import SamplingOptions
+from engine.run.kv_cache import PAGE_SIZE
+from engine.schedule.pages import Pages
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.stream import Stream
+
+BUDGET = 8192
+
+
+def scheduler(num_streams: int, step_s: float) -> Scheduler:
+    """With so many streams whose prompts are computed, and steps of so many seconds."""
+    made = Scheduler(BUDGET, None, 3, threading.RLock(), Pages(2000, PAGE_SIZE), cohort_size=64)
+    for seed in range(num_streams):
+        made.add(Stream(np.arange(10, dtype=np.int32), SamplingOptions(500, 0.0), seed))
+    one_pass(made, 0.0)
+    for _ in range(4):  # the rates are known
+        made.rates.add(num_streams, step_s)
+    made.ended(10 * num_streams, 0.0)
+    return made
+
+
+def one_pass(made: Scheduler, now: float) -> int:
+    """Schedules and launches a pass. Returns: its tokens."""
+    num_tokens = sum(part.stop - part.start for part in made.schedule(now))
+    made.started(num_tokens, now)
+    made.launched(now)
+    return num_tokens
+
+
+def test_short_steps_are_queued_ahead() -> None:
+    made = scheduler(20, 0.002)
+    assert one_pass(made, 10.0) == 20
+    assert made.wait_s(10.0) == pytest.approx(-0.003)  # 2 ms are queued, and 5 wanted
+    one_pass(made, 10.0)
+    assert made.wait_s(10.0) == pytest.approx(-0.001)
+    one_pass(made, 10.0)
+    assert made.wait_s(10.0) is None  # three passes are in flight
+
+
+def test_long_steps_are_queued_as_late_as_the_device_allows() -> None:
+    made = scheduler(20, 0.02)
+    one_pass(made, 10.0)
+    assert made.wait_s(10.0) == pytest.approx(0.015)
+    one_pass(made, 10.015)
+    assert made.wait_s(10.015) == pytest.approx(0.02)
+
+
+def test_a_full_pass_of_prompts_does_not_wait_behind_two_others() -> None:
+    made = scheduler(20, 0.02)
+    one_pass(made, 10.0)
+    for seed in range(9):
+        made.add(Stream(np.arange(1000, dtype=np.int32), SamplingOptions(9, 0.0), seed))
+    assert made.wait_s(10.0) == 0.0
+    one_pass(made, 10.0)
+    wait_s = made.wait_s(10.0)
+    assert wait_s is not None
+    assert wait_s > 0
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "length", "count", "expected"),
+    [
+        (16, 1000, 1, 256),
+        (16, 100, 1, 100),
+        (16, 1000, 8, 1000),  # an eighth of what waits
+        (15, 1000, 1, 1000),  # few streams wait for the prompt
+        (15, 1000, 9, BUDGET - 15),
+    ],
+)
+def test_beside_many_streams_a_pass_takes_few_tokens_of_prompts(num_streams: int, length: int, count: int, expected: int) -> None:
+    made = scheduler(num_streams, 0.002)
+    for seed in range(count):
+        made.add(Stream(np.arange(length, dtype=np.int32), SamplingOptions(9, 0.0), seed))
+    assert one_pass(made, 10.0) == num_streams + expected
