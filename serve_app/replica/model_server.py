@@ -24,7 +24,7 @@ from engine.hub import resolve_model
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, EncodeOptions, SamplingOptions
 from engine.schedule.request import Request, Waiting
-from serve_app.garbage import collect_seldom
+from serve_app.garbage import collect_seldom, spare_what_stays
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.http.app import Api
 from serve_app.http.server import answer_directly
@@ -99,6 +99,7 @@ class EngineServer:
         self._node, self._card = _node_id(), card_of(engine.device)
         self._busy = BusyShare(loop)
         publish(self._metrics, of_pool=True)
+        spare_what_stays()
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Loads the engine. Benchmarks and tests replace only this method."""

@@ -1,4 +1,4 @@
-"""A request leaves no cycles of objects behind.
+"""A request leaves no cycles of objects behind, and collections skip what a server loads.
 
 Servers look for cycles seldom (docs/decisions/026). A cycle keeps what it holds until then, and the frames of an error hold the
 request's body.
@@ -33,6 +33,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.compute.generation import Generation, Wanted
 from serve_app.errors import DeadlineExceeded
+from serve_app.garbage import spare_what_stays
 from serve_app.gateway.outbox import Outbox, next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall
 from serve_app.http.app import Api
@@ -287,3 +288,11 @@ def test_what_a_gateway_sends(how: str, expected: str) -> None:
 
     assert _left_by(ask) == {}
     assert set(ends) == {expected}
+
+
+def test_collections_skip_what_was_loaded() -> None:
+    loaded, before = [object()], gc.get_freeze_count()
+    assert any(each is loaded for each in gc.get_objects())
+    spare_what_stays()
+    assert gc.get_freeze_count() > before
+    assert not any(each is loaded for each in gc.get_objects())
