@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
-.PHONY: help serve chat test test-clients test-lm-eval test-mteb test-nodes lint check test-gpu bench bench-gpu docs docs-pages proto clean
+.PHONY: help serve chat test test-clients test-lm-eval test-mteb test-nodes lint check quick-tests test-gpu bench bench-gpu docs docs-pages proto clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,9 +40,13 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The linters run beside the tests: alone they would use one core.
+check: $(VENV)/.installed-test ## before each commit, a minute: lint, and the quick tests without Ray, a GPU or a network
+	@$(MAKE) --no-print-directory --jobs 2 lint quick-tests
+
 # One thread each, because there is a worker on each core. schemathesis makes the cases of test_openapi.py while pytest collects the
 # tests, which takes seconds in each worker.
-check: lint ## before each commit, a minute: lint, and the quick tests without Ray, a GPU or a network
+quick-tests: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m "not slow" --ignore tests/unit/test_openapi.py tests/unit
 
 test-gpu: $(VENV)/.installed-test ## on a machine with a GPU: kernels and whole models against their references

@@ -13,22 +13,28 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # torch's threads sleep between operations. By default they would spin and take the cores from the tests' other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import gc
+import hashlib
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import pynvml
 import pytest
-import torch
-import transformers
 from scheduling import NUM_WORKERS, WITHOUT_RAY, RayApart, rank
 from xdist.remote import Producer
 
@@ -37,15 +43,23 @@ from engine.hub import EMBEDDED_MODEL, resolve_model
 
 collect_ignore = ["clients"]  # they run in another environment: make test-clients
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-
-
 _NUM_GPU_TESTS = pytest.StashKey[int]()
 _KERNEL_REPORTS = pytest.StashKey["subprocess.Popen[str]"]()
 # A test that is slow on a busy machine has not failed.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@cache
+def _has_gpu() -> bool:
+    """Asks the driver first: importing torch takes seconds, for which all workers would wait."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -55,7 +69,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     More than eight workers gain nothing, because each one takes seconds to collect the tests. A GPU has one process at a time:
     the tests measure its free memory.
     """
-    if torch.cuda.is_available():
+    if _has_gpu():
         return 0
     if config.args == ["tests/unit"]:
         return min(os.cpu_count() or 1, 8)
@@ -82,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if _is_worker(config):
         items.sort(key=lambda item: rank(item.nodeid))
-    if torch.cuda.is_available():
+    if _has_gpu():
         return
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_tests:
@@ -157,16 +171,32 @@ def minilm() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny(kind, sharded, **config)`: a random checkpoint saved by transformers, made once per arguments."""
-    from tiny_checkpoints import save
+def tiny(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Path]:
+    """`tiny(kind, sharded, **config)`: a random checkpoint saved by transformers, made once per arguments.
 
+    pytest's cache keeps the checkpoints for the next run: the classes of transformers take 5 s to import.
+    """
+    recipes = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tiny_*.py"))]
+    recipes += [path.read_bytes() for path in sorted((Path(__file__).parent / "parity").glob("*_reference.py"))]
+    versions = f"{version('transformers')} {version('torch')} {version('tokenizers')}"
+    kept = pytestconfig.cache.mkdir("tiny") / hashlib.sha256(b"".join([versions.encode(), *recipes])).hexdigest()[:16]
+    kept.mkdir(exist_ok=True)
+    for old in set(kept.parent.iterdir()) - {kept}:
+        shutil.rmtree(old, ignore_errors=True)
     made: dict[str, Path] = {}
 
     def make(kind: str, sharded: bool = False, **config: Any) -> Path:
         key = json.dumps([kind, sharded, config], sort_keys=True)
         if key not in made:
-            made[key] = save(kind, sharded, config, tmp_path_factory.mktemp(kind))
+            source = kept / hashlib.sha256(key.encode()).hexdigest()[:16]
+            if not source.exists():
+                from tiny_checkpoints import save
+
+                new = save(kind, sharded, config, Path(tempfile.mkdtemp(dir=kept)))
+                with suppress(OSError):  # another worker was faster
+                    new.rename(source)
+            made[key] = tmp_path_factory.mktemp(kind)
+            shutil.copytree(source, made[key], dirs_exist_ok=True)
         return made[key]
 
     return make

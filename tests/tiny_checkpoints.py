@@ -13,6 +13,8 @@ import transformers
 from parity import gte_reference, jina_bert_reference, nomic_bert_reference
 from tiny_tokenizer import save_tokenizer
 
+transformers.logging.disable_progress_bar()
+
 
 @dataclass(frozen=True)
 class Tiny:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizer import save_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 import engine.text.chat
 from engine.errors import InvalidInput, ModelError
@@ -106,6 +105,8 @@ def folder_with(folder: Path, template: Any = None, **config: Any) -> Path:
 
 
 def both(folder: Path) -> tuple[ChatTemplate, Reference]:
+    from transformers import PreTrainedTokenizerFast  # takes seconds
+
     ours, theirs = ChatTemplate.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
     assert ours is not None
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sentence_transformers.util.quantization import quantize_embeddings
 
 from cluster.catalogue import CATALOGUE
 from engine.errors import InvalidInput, ModelError
@@ -21,8 +20,11 @@ def normalised(rows: int, dimensions: int, seed: int = 0) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["binary", "ubinary"])
 def test_bits_equal_those_of_sentence_transformers(dtype: str) -> None:
+    from sentence_transformers.util.quantization import quantize_embeddings  # takes seconds
+
     vectors = normalised(50, 64)
     vectors[0, :8] = [0.0, -0.0, 1e-30, -1e-30, 1, -1, 0, 1]
     ours, theirs = quantize(vectors, dtype, {}), quantize_embeddings(vectors, dtype)  # type: ignore[arg-type]
@@ -31,8 +33,11 @@ def test_bits_equal_those_of_sentence_transformers(dtype: str) -> None:
     assert int(quantize(vectors, "ubinary", {})[0, 0]) == 0b00101001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_integers_equal_those_of_sentence_transformers(dtype: str) -> None:
+    from sentence_transformers.util.quantization import quantize_embeddings  # takes seconds
+
     calibration, vectors = normalised(200, 48, seed=1), normalised(50, 48)
     ranges = np.stack([calibration.min(axis=0), calibration.max(axis=0)])
     ranges[:, 5] = 0.01  # a dimension that never varied

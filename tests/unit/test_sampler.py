@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from engine.draws import Row, TokenCounts, banned_by_ngrams, uniform
 from engine.heads.sampler import Sampled, Sampling, _find, adjust, keep, sample
@@ -30,6 +23,14 @@ LAST_UNIFORM = 1 - 2.0**-53
 # Multiples of a quarter: many logits are equal, and unequal logits stay unequal in every precision.
 grid = st.integers(-40, 40).map(lambda quarters: quarters / 4)
 vocabularies = st.sampled_from([1, 2, 7, 128, 300, 1024])
+
+
+@cache
+def theirs() -> Any:
+    """transformers, which takes seconds to import."""
+    import transformers
+
+    return transformers
 
 
 def row(options: SamplingOptions = GREEDY, **values: object) -> Row:
@@ -69,11 +70,11 @@ def test_the_kept_tokens_are_those_of_transformers(data: st.DataObject, vocab_si
     logits = random_logits(vocab_size, data.draw(st.integers(0, 999)))
     steps = data.draw(st.sampled_from([4, 1024]), label="steps")  # unequal logits have unequal probabilities in fp32 too
     logits = (logits * steps).round() / steps
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers = theirs().LogitsProcessorList([theirs().TemperatureLogitsWarper(temperature)])
     if min_p:
-        warpers.append(MinPLogitsWarper(min_p))
+        warpers.append(theirs().MinPLogitsWarper(min_p))
     if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
+        warpers.append(theirs().TopKLogitsWarper(top_k))
     expected = warpers(None, logits.double()).softmax(1)[0]  # type: ignore[arg-type]
     ours = in_full((logits[0] / temperature).softmax(0), top_k, 1.0, min_p)
     torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-12)
@@ -87,14 +88,14 @@ def test_top_p_keeps_what_transformers_keeps_and_the_ties_of_the_last(
     logits = random_logits(vocab_size, data.draw(st.integers(0, 999)), scale=data.draw(st.sampled_from([0.1, 2.0, 6.0])))
     steps = data.draw(st.sampled_from([4, 1024]), label="steps")  # unequal logits have unequal probabilities in fp32 too
     logits = (logits * steps).round() / steps
-    warpers = LogitsProcessorList([MinPLogitsWarper(min_p), TopKLogitsWarper(top_k or vocab_size)])
+    warpers = theirs().LogitsProcessorList([theirs().MinPLogitsWarper(min_p), theirs().TopKLogitsWarper(top_k or vocab_size)])
     before = warpers(None, logits.double())  # type: ignore[arg-type]
-    theirs = TopPLogitsWarper(top_p)(None, before)[0].isfinite()  # type: ignore[arg-type]
+    their_tokens = theirs().TopPLogitsWarper(top_p)(None, before)[0].isfinite()  # type: ignore[arg-type]
     probs = before.softmax(1)[0]
     ours = in_full(logits[0].softmax(0), top_k, top_p, min_p) > 0
-    least = probs[theirs].min()
+    least = probs[their_tokens].min()
     # Where the mass is `top_p` up to rounding, one token (and its ties) more or less is as good.
-    bare = (probs[probs >= least].sum() - least * (probs == least).sum(), probs[theirs].sum())
+    bare = (probs[probs >= least].sum() - least * (probs == least).sum(), probs[their_tokens].sum())
     if all(abs(float(mass) - top_p) > 1e-5 for mass in bare) and abs(float(bare[1] - least) - top_p) > 1e-5:
         assert torch.equal(ours, probs >= least)
 
@@ -141,13 +142,13 @@ def test_the_repetition_penalty_is_that_of_transformers(vocab_size: int, seed: i
     for token in ids[len(ids) // 2 :]:
         counts.add(token)
     options = replace(GREEDY, repetition_penalty=penalty)
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits)
+    expected = theirs().RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits)
     torch.testing.assert_close(adjust(logits, Sampling.of([row(options, counts=counts)], vocab_size)), expected)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 5))
 def test_ngrams_are_banned_as_by_transformers(ids: list[int], n: int) -> None:
-    scores = NoRepeatNGramLogitsProcessor(n)(torch.tensor([ids]), torch.zeros(1, 4))
+    scores = theirs().NoRepeatNGramLogitsProcessor(n)(torch.tensor([ids]), torch.zeros(1, 4))
     assert banned_by_ngrams(ids, n) == (scores[0] == -math.inf).nonzero().flatten().tolist()
 
 
