@@ -67,6 +67,11 @@ def read_source(source: str) -> str:
     return _read(f"{source}.cu")
 
 
+def whole_source(source: str) -> str:
+    """What is compiled for `csrc/<source>.cu`: the files that all kernels share, and then its text."""
+    return "".join(_read(name) for name in ("common.cuh", "async.cuh", "codes.cuh", "cache8.cuh", f"{source}.cu"))
+
+
 def source_texts() -> list[str]:
     """The texts of all CUDA sources, in the order of their names."""
     return [path.read_text(encoding="utf-8") for path in sorted(_SOURCES.iterdir())]
@@ -112,9 +117,8 @@ def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = 
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=["-v"] if report else None,
     )
-    text = "".join(_read(name) for name in ("common.cuh", "async.cuh", "codes.cuh", "cache8.cuh", f"{source}.cu"))
     try:
-        return Program(text, "c++", options)
+        return Program(whole_source(source), "c++", options)
     except Exception as error:  # there is no library: cuda.core passes on its loader's error
         raise ModelError(_NO_NVRTC.format(error)) from error
 

@@ -1,4 +1,4 @@
-"""Matrices in 4 bits in the order in which the kernels read them, and x W^T of up to 64 rows of x."""
+"""Matrices in 4 bits in the order in which the kernels read them, and x W^T of up to 8 rows of x."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,16 +15,15 @@ from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 
 GROUPS = (32, 64, 128)  # columns that may share a scale
 STRIP = 16  # rows of W whose records follow one another
-MOST_ROWS = 64
-ROWS = (8, 16, 32, 64)  # of x, that a kernel is compiled for
-_HELD = (1, 2, 4, *ROWS)  # of x, that a block has shared memory for
+MOST_ROWS = 8
+_HELD = (1, 2, 4, MOST_ROWS)  # rows of x that a block has shared memory for
 _WARPS = 8
 # A model of the time that a shape takes, fitted to an H100: bytes a nanosecond from memory, from memory to a multiprocessor, and
 # from the L2 cache to a multiprocessor; nanoseconds of a tile, alone and with other slices; nanoseconds of a warp for 16 x 16
-# values of W, and for each 8 rows of x in addition.
+# values of W.
 _BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 2900, 24, 45
 _TURN_NS = (100, 2000)
-_PRODUCT_NS, _PRODUCT_NS_OF_ROWS = 6, 3
+_PRODUCT_NS = 9
 _SHORT_RING_BYTES = 1 << 10  # a ring of n bytes is slower by 1 KiB / n
 
 
@@ -109,9 +108,9 @@ class FourBitsShape:
     def shared_bytes(self, k: int, rows: int, group: int, has_zeros: bool) -> int:
         chunk = chunk_of(group)
         rings = self.across * self.deep * self.stages * self.tall * _slot_bytes(group, has_zeros)
-        sums = self.across * self.deep * self.tall * (_compiled(rows) // 8) * 512 if self.deep > 1 else 0
+        sums = self.across * self.deep * self.tall * 512 if self.deep > 1 else 0
         width = -(-(k // chunk) // self.split) * chunk
-        return rings + 4 * _compiled(rows) * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
+        return rings + 4 * MOST_ROWS * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
 
 
 _ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # `unpack4` reads no part of it
@@ -120,10 +119,6 @@ _ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # `unpack4` reads no part of it
 def padded(m: int) -> int:
     """Returns the number of rows to have shared memory for."""
     return next(rows for rows in _HELD if rows >= m)
-
-
-def _compiled(rows: int) -> int:
-    return max(rows, ROWS[0])
 
 
 def four_bits_shapes(
@@ -139,8 +134,6 @@ def four_bits_shapes(
     chunks, strips, record = k // chunk, n // STRIP, record_bytes(group, has_zeros)
     for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5)):
         shape = FourBitsShape(split, _WARPS // deep, deep, tall, stages)
-        if tall * rows > 64 and group == 32:  # the sums of the many groups do not fit into registers
-            continue
         if (split > 1 and split * deep > chunks) or shape.shared_bytes(k, rows, group, has_zeros) > most_bytes:
             continue
         beside = min(-(-strips // shape.tile), max(1, sms // split))
@@ -149,8 +142,8 @@ def four_bits_shapes(
         flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
         flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * record)
         values = turns * tall * steps / deep * (chunk / STRIP)  # 16 x 16 of them, that the busiest warp multiplies
-        products = values * (_PRODUCT_NS + _PRODUCT_NS_OF_ROWS * _compiled(rows) / 8)
-        partial = turns * shape.tile * STRIP * _compiled(rows) * 16 if split > 1 else 0  # written and read, and waited for
+        products = values * _PRODUCT_NS
+        partial = turns * shape.tile * STRIP * MOST_ROWS * 16 if split > 1 else 0  # written and read, and waited for
         others = (2 * rows * steps * chunk + partial) / _L2_BYTES_PER_NS_SM
         yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
 
@@ -182,19 +175,16 @@ def four_bits(
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
-    defines = four_bits_defines(
-        rows, weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype, weight.has_mins
-    )
+    defines = four_bits_defines(weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype, weight.has_mins)
     # Two blocks do not fit on a multiprocessor. Else blocks of the next kernel would begin beside this one's, two on one
     # multiprocessor and none on another.
     shared = max(shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros), shared_bytes_of(x.device) // 2)
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, num_sms(x.device) // shape.split))
     partial = squares = None
-    compiled = _compiled(rows)
     if shape.split > 1:
-        partial = torch.empty(shape.split * n * compiled, dtype=torch.float32, device=x.device)
-        squares = torch.empty(beside * shape.split * compiled, dtype=torch.float32, device=x.device)
+        partial = torch.empty(shape.split * n * MOST_ROWS, dtype=torch.float32, device=x.device)
+        squares = torch.empty(beside * shape.split * MOST_ROWS, dtype=torch.float32, device=x.device)
     arguments = m, n, weight.k, x.stride(0), y.stride(0), np.float32(eps)
     kernel((beside, shape.split), x, weight.records, norm, y, partial, squares, weight.counters, *arguments)
     return y
@@ -205,7 +195,7 @@ def unpack4(weight: Packed, dtype: torch.dtype) -> Tensor:
     w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
     chunks = weight.records.shape[1]
     num = len(weight.records) * chunks
-    defines = four_bits_defines(8, weight.group, weight.has_zeros, _ANY_SHAPE, False, "nothing", dtype, weight.has_mins)
+    defines = four_bits_defines(weight.group, weight.has_zeros, _ANY_SHAPE, False, "nothing", dtype, weight.has_mins)
     kernel = _kernel("four_bits_unpack", tuple(defines.items()), weight.records.device, 256)
     kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
     return w
@@ -219,7 +209,6 @@ def _kernel(
 
 
 def four_bits_defines(
-    rows: int,
     group: int,
     has_zeros: bool,
     shape: FourBitsShape,
@@ -228,9 +217,7 @@ def four_bits_defines(
     dtype: torch.dtype,
     has_mins: bool = False,
 ) -> dict[str, int]:
-    sums = shape.tall * _compiled(rows) * (1 + has_mins)  # a warp's, in registers, and those of x
     return {
-        "ROWS": _compiled(rows),
         "GROUP": group,
         "ZEROS": int(has_zeros),
         "MINS": int(has_mins),
@@ -239,7 +226,6 @@ def four_bits_defines(
         "DEEP": shape.deep,
         "TALL": shape.tall,
         "STAGES": shape.stages,
-        "LEAST_BLOCKS": 2 if sums <= 32 and shape.across * shape.deep == _WARPS else 1,
         "NORM": int(norm),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "HALF": half(dtype),

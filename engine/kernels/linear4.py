@@ -1,7 +1,8 @@
 """x W^T in 16 bits for a matrix in 4 bits, with the operations around it.
 
-Few rows go through kernels that read W as it is: `four_bits`, and on Hopper from 9 rows on `few_rows`, 32 rows at a time. For
-more rows W is written out in 16 bits first, and the products of `linear` take it. docs/decisions/046.
+Few rows go through kernels that read W as it is: up to 8 through `four_bits`, on Hopper 9 to 32 through `few_rows`, and up to 64,
+or 128 of a large W, through `four_bits_tiled`. For more rows W is written out in 16 bits first, and the products of `linear`
+take it. docs/decisions/046 and 062.
 """
 
 from collections.abc import Iterator
@@ -10,21 +11,22 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.few_rows import ALWAYS_ROWS, few_rows, few_rows_shape_of
+from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.four_bits import MOST_ROWS, Packed, four_bits, four_bits_shape, padded, unpack4
+from engine.kernels.four_bits_tiled import four_bits_tiled, tiled_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
+from engine.kernels.norm import rms_norm
 
-# Measured on an H100 (loadtests/results/kernels_four_bits.md). Up to 8 rows `four_bits` is faster than `few_rows`. Beyond 64
-# rows, or 96 where W is large, dequantising a matrix once takes less time than reading it for each 32 rows.
-_MOST_ROWS_AT_ONCE = 8
-_LARGE, _MOST_ROWS_OF_LARGE = 1 << 25, 96  # values of W
+# Measured on an H100 (loadtests/results/kernels_four_bits.md): for more rows, writing a matrix out once takes less time.
+_MOST_ROWS_IN_4_BITS = 64
+_LARGE, _MOST_ROWS_OF_LARGE = 1 << 23, 128  # values of W
 
 
 def linear4(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
-    if not _is_few(x, weight, norm):
+    if not _is_few(x, weight):
         return linear(x, unpacked(weight, x.dtype), norm, eps)
     return _few(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
 
@@ -44,7 +46,7 @@ def linear4_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None, eps: 
         gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
     Returns: [T, I].
     """
-    if not _is_few(x, gate_up, norm):
+    if not _is_few(x, gate_up):
         return linear_swiglu(x, unpacked(gate_up, x.dtype), norm, eps)
     return _few(x, gate_up, "swiglu", x.new_empty(len(x), len(gate_up) // 2), norm, eps)
 
@@ -56,30 +58,27 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
     return reference.unpack4(weight.records, weight.group, weight.has_zeros, dtype, weight.has_mins)
 
 
-def _is_few(x: Tensor, weight: Packed, norm: Tensor | None = None) -> bool:
-    is_large = len(weight) * weight.k >= _LARGE and _in_parts(x, weight, norm)
-    return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else MOST_ROWS)
-
-
-def _in_parts(x: Tensor, weight: Packed, norm: Tensor | None) -> bool:
-    """Whether `few_rows` takes the rows, perhaps in several parts."""
-    return len(x) > _MOST_ROWS_AT_ONCE and few_rows_shape_of(x[:ALWAYS_ROWS], weight, norm is not None) is not None
+def _is_few(x: Tensor, weight: Packed) -> bool:
+    is_large = len(weight) * weight.k >= _LARGE
+    return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else _MOST_ROWS_IN_4_BITS)
 
 
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Fills `out`, or adds to it."""
-    if _in_parts(x, weight, norm):
-        for part, to in _parts(x, out):
-            few = few_rows_shape_of(part, weight, norm is not None)
-            assert few is not None, "fewer rows have a shape, too"
-            few_rows(part, weight, few, followed_by, to, norm, eps)
-        return out
-    limits = num_sms(x.device), shared_bytes_of(x.device)
-    shape = four_bits_shape(len(weight), weight.k, padded(len(x)), weight.group, weight.has_zeros, *limits)
-    return four_bits(x, weight, shape, followed_by, out, norm, eps)
+    if len(x) <= MOST_ROWS:
+        limits = num_sms(x.device), shared_bytes_of(x.device)
+        shape = four_bits_shape(len(weight), weight.k, padded(len(x)), weight.group, weight.has_zeros, *limits)
+        return four_bits(x, weight, shape, followed_by, out, norm, eps)
+    if (few := few_rows_shape_of(x, weight, norm is not None)) is not None:
+        return few_rows(x, weight, few, followed_by, out, norm, eps)
+    for part, to in _parts(x if norm is None else rms_norm(x, norm, eps), weight, out):
+        tiled = tiled_shape_of(len(part), weight)
+        assert tiled is not None, "fewer rows have a shape, too"
+        four_bits_tiled(part, weight, tiled, followed_by, to)
+    return out
 
 
-def _parts(x: Tensor, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """As few parts of the rows as `few_rows` takes, of about equal size."""
-    number = -(-len(x) // ALWAYS_ROWS)
+def _parts(x: Tensor, weight: Packed, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows at once, or in two halves of about equal size where the kernel takes no more."""
+    number = 1 if tiled_shape_of(len(x), weight) is not None else 2
     return zip(x.tensor_split(number), out.tensor_split(number), strict=True)

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 from types import MappingProxyType
 
 import torch
@@ -30,8 +29,9 @@ from engine.kernels.few_rows import (
     few_rows_defines,
     few_rows_shape,
 )
-from engine.kernels.four_bits import ROWS as FOUR_BITS_ROWS
+from engine.kernels.four_bits import MOST_ROWS as MOST_ROWS_AT_ONCE
 from engine.kernels.four_bits import four_bits_defines, four_bits_shape
+from engine.kernels.four_bits_tiled import tiled_defines, tiled_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
@@ -277,15 +277,29 @@ def _quantize(
 
 
 def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
-    """The cuts for the 8B's largest matrix: those of many rows, and of many groups with zeros, take the most registers."""
+    """The cuts for the 8B's largest matrix and a small one. Many rows, and many groups with zeros, take the most registers."""
     most = MAX_SHARED_BYTES if capability in ((8, 6), (8, 9)) or capability[0] == 12 else _MOST_SHARED_BYTES_OF_A100
+    wgmma = capability == (9, 0)
+
+    def tiled(n: int, k: int, rows: int, group: int, has_zeros: bool, has_mins: bool, beside: str) -> Iterator[Variant]:
+        shape = tiled_shape(n, k, rows, group, has_zeros, has_mins, _H200_SMS, most, wgmma)
+        if shape is not None:
+            defines = tiled_defines(rows, group, has_zeros, has_mins, shape, _PRODUCTS[n, k][0], torch.bfloat16)
+            label, shared = f"W {n} x {k}, {rows} rows, {beside}", shape.shared_bytes(rows, group, has_zeros)
+            yield Variant("four_bits_tiled", label, defines, shared, FEATURES if wgmma else "")
+
     n, k = 24576, 4096
     followed_by, norm = _PRODUCTS[n, k]
-    for rows, (group, has_zeros, has_mins) in product(FOUR_BITS_ROWS, ((128, False, False), (32, True, False), (32, True, True))):
-        shape = four_bits_shape(n, k, rows, group, has_zeros, _H200_SMS, most)
-        defines = four_bits_defines(rows, group, has_zeros, shape, norm, followed_by, torch.bfloat16, has_mins)
-        label = f"W {n} x {k}, {rows} rows, groups of {group}{', mins' if has_mins else ', zeros' * has_zeros}"
-        yield Variant("four_bits", label, defines, shape.shared_bytes(k, rows, group, has_zeros))
+    for group, has_zeros, has_mins in ((128, False, False), (64, True, False), (32, True, False), (32, True, True)):
+        beside = f"groups of {group}{', mins' if has_mins else ', zeros' * has_zeros}"
+        shape = four_bits_shape(n, k, MOST_ROWS_AT_ONCE, group, has_zeros, _H200_SMS, most)
+        defines = four_bits_defines(group, has_zeros, shape, norm, followed_by, torch.bfloat16, has_mins)
+        shared = shape.shared_bytes(k, MOST_ROWS_AT_ONCE, group, has_zeros)
+        yield Variant("four_bits", f"W {n} x {k}, {beside}", defines, shared)
+        for rows in (64, 128):
+            yield from tiled(n, k, rows, group, has_zeros, has_mins, beside)
+    for rows in (16, 64):
+        yield from tiled(4096, 4096, rows, 128, False, False, "groups of 128")
 
 
 def _few_rows(

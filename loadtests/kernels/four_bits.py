@@ -22,7 +22,7 @@ from loadtests.kernels.few_rows import ROTATE_BYTES, chains, random
 from loadtests.kernels.gemm import LAYERS
 from loadtests.report import write
 
-ROWS = (1, 8, 16, 32, 64, 96, 128)
+ROWS = (1, 8, 16, 32, 64, 96, 128, 256)
 ROWS_IN_8_BITS = (1, 16, 32, 64)
 GROUP = 128
 

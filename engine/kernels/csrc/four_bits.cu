@@ -1,11 +1,11 @@
-// y = x W^T for at most 64 rows of x and W in 4 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
+// y = x W^T for at most 8 rows of x and W in 4 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
 // later. The kernel reads W once, at the rate of the memory. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows. norm [K] in 16 bits.
 //   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
 //   with eight rows of up in W.
-//   partial float [SPLIT, N / 16, ROWS / 8, 32, 4], squares float [grid x, SPLIT, ROWS], counters int [tiles of 16 * TALL * ACROSS
+//   partial float [SPLIT, N / 16, 32, 4], squares float [grid x, SPLIT, ROWS], counters int [tiles of 16 * TALL * ACROSS
 //   rows of W]: the workspace if SPLIT > 1. The counters are 0 before and after.
 //
 // Grid: x shares the tiles of W's rows, y is one of SPLIT slices of K. A block keeps its slice of x in shared memory and computes
@@ -21,12 +21,10 @@
 // Floor: N * K / 2 bytes of codes, and the scales.
 constexpr int SLOT = CODES + 32 * LANE_SCALES;  // a record in shared memory, where each lane has its own copy of its scales
 constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
-constexpr int TILES = ROWS / 8;      // 8-row tiles of x
-constexpr int ITEMS = TALL * TILES;  // results of an mma that a warp holds
-constexpr int CHAINS = TILES == 1 ? 2 : 1;  // sums of a group, so that products of few rows wait less for each other
+constexpr int ROWS = 8;    // of x, that an mma takes
+constexpr int CHAINS = 2;  // sums of a group, so that products wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
 static_assert(WARPS == 8, "up to eight warps share a row of x");
-static_assert(TILES == 1 || TILES % 2 == 0, "ldmatrix takes two tiles of x");
 
 // Lies in shared memory after the rings. The sums and then the slice of x follow.
 struct alignas(16) Shared {
@@ -63,20 +61,20 @@ __device__ __forceinline__ void add(float4& sum, const float4& x) { sum.x += x.x
 
 // What a warp sums up for its rows of a tile, through one part of K.
 struct Sums {
-    float4 of[TALL][TILES];
+    float4 of[TALL];
 };
 
 __device__ __forceinline__ float& element(float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Adds the product of one step: TALL records at `slot` and the columns of x at `x_row`, this lane's address for ldmatrix.
-__device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_pitch) {
+__device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
     const u32 lane = threadIdx.x % 32;
-    float group[CHAINS][TALL][TILES][4], x_sums[TILES][4];
+    float group[CHAINS][TALL][4], x_sums[4];
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
     Scales scales[TALL];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-        u32 words[TALL][4], rows[(TILES + 1) / 2][4];
+        u32 words[TALL][4], rows[4];
 #pragma unroll
         for (int r = 0; r < TALL; ++r) load_words(words[r], slot + r * SLOT + h * 512 + lane * 16);
 #pragma unroll
@@ -85,50 +83,34 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
             if (column % GROUP == 0) {
                 const int at = column / GROUP * (1 + ZEROS) * 4;
 #pragma unroll
-                for (int i = 0; i < TILES * 4; ++i) x_sums[i / 4][i % 4] = 0.f;
+                for (int e = 0; e < 4; ++e) x_sums[e] = 0.f;
 #pragma unroll
                 for (int r = 0; r < TALL; ++r) {
                     const u32 its = slot + r * SLOT + CODES + lane * LANE_SCALES + at;
                     scales[r] = Scales(load_word(its), ZEROS ? load_word(its + 4) : EIGHTS);
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-                        for (int e = 0; e < 4 * CHAINS; ++e) group[e / 4][r][t][e % 4] = 0.f;
+                    for (int e = 0; e < 4 * CHAINS; ++e) group[e / 4][r][e % 4] = 0.f;
                 }
             }
-            // Four 8 x 8 matrices of x: 16 columns of two tiles, or 32 columns of the only tile.
-            if (TILES > 1 || j % 2 == 0) {
-#pragma unroll
-                for (int t = 0; t < TILES; t += 2) ldmatrix(rows[t / 2], x_row + t * 8 * x_pitch + column * 2);
-            }
-#pragma unroll
-            for (int t = 0; t < TILES && MINS; ++t) {
-                const int at = (TILES > 1 ? t % 2 : j % 2) * 2;
-                mma(x_sums[t], ones, rows[t / 2][at], rows[t / 2][at + 1]);
-            }
+            if (j % 2 == 0) ldmatrix(rows, x_row + column * 2);  // four 8 x 8 matrices of x: 32 columns
+            const u32 near = rows[j % 2 * 2], far = rows[j % 2 * 2 + 1];
+            if (MINS) mma(x_sums, ones, near, far);
 #pragma unroll
             for (int r = 0; r < TALL; ++r) {
                 u32 a[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) a[i] = codes_of(words[r][j] >> 4 * i, scales[r].minus[i % 2]);
-#pragma unroll
-                for (int t = 0; t < TILES; ++t) {
-                    const int at = (TILES > 1 ? t % 2 : j % 2) * 2;
-                    mma(group[j % CHAINS][r][t], a, rows[t / 2][at], rows[t / 2][at + 1]);
-                }
+                mma(group[j % CHAINS][r], a, near, far);
             }
             if ((column + 16) % GROUP == 0) {
 #pragma unroll
                 for (int r = 0; r < TALL; ++r)
 #pragma unroll
-                    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            float& sum = element(sums.of[r][t], e);
-                            const float all = CHAINS == 2 ? group[0][r][t][e] + group[CHAINS - 1][r][t][e] : group[0][r][t][e];
-                            sum = fmaf(scales[r].of[e / 2], all, sum);
-                            if (MINS) sum = fmaf(scales[r].mins[e / 2], x_sums[t][e], sum);
-                        }
+                    for (int e = 0; e < 4; ++e) {
+                        float& sum = element(sums.of[r], e);
+                        sum = fmaf(scales[r].of[e / 2], group[0][r][e] + group[1][r][e], sum);
+                        if (MINS) sum = fmaf(scales[r].mins[e / 2], x_sums[e], sum);
+                    }
             }
         }
     }
@@ -137,14 +119,14 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row, u32 x_
 __device__ __forceinline__ float one(u16 x) { return low(x); }
 __device__ __forceinline__ u16 rounded(float x) { return static_cast<u16>(pack(x, x)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* __restrict__ norm, u16* __restrict__ y,
           float* __restrict__ partial, float* __restrict__ all_squares, int* __restrict__ counters, i64 m_, i64 n_, i64 k_,
           i64 x_stride, i64 y_stride, float eps) {
     extern __shared__ __align__(16) unsigned char rings[];
     Shared& shared = *reinterpret_cast<Shared*>(rings + WARPS * RING);
     float4* const to_add = reinterpret_cast<float4*>(&shared + 1);
-    unsigned char* const slice = reinterpret_cast<unsigned char*>(to_add + (DEEP > 1 ? WARPS * ITEMS * 32 : 0));
+    unsigned char* const slice = reinterpret_cast<unsigned char*>(to_add + (DEEP > 1 ? WARPS * TALL * 32 : 0));
     const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int across = warp / DEEP, deep = warp % DEEP, rank = blockIdx.y;
     const int strips = static_cast<int>(n_) / 16, chunks = static_cast<int>(k_) / CHUNK;  // a strip is 16 rows of W
@@ -220,42 +202,42 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
     }
 
     const u32 x_row = address_of(slice) + (first - begin) * CHUNK * 2 +
-                      (TILES > 1 ? (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16 : min(lane % 8, m - 1) * pitch + lane / 8 * 16);
+                      min(lane % 8, m - 1) * pitch + lane / 8 * 16;
     int stage = 0;
     for (int tile = first_tile; tile < end_tile; ++tile) {
         Sums sums = {};
         for (int step = 0; step < steps; ++step) {
             copy_wait<STAGES - 2>();
             fetch();
-            multiply(sums, ring + stage * TALL * SLOT, x_row + step * CHUNK * 2, pitch);
+            multiply(sums, ring + stage * TALL * SLOT, x_row + step * CHUNK * 2);
             if (++stage == STAGES) stage = 0;
         }
 
         if (DEEP > 1) {
             if (tile > first_tile) __syncthreads();  // all warps have read the sums of the tile before
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) to_add[(warp * ITEMS + i) * 32 + lane] = sums.of[i / TILES][i % TILES];
+            for (int r = 0; r < TALL; ++r) to_add[(warp * TALL + r) * 32 + lane] = sums.of[r];
             __syncthreads();
         }
-        // Each of the warps that share rows finishes some of the items.
-        auto for_my_items = [&](auto&& work) {
+        // Each of the warps that share rows finishes some of the strips.
+        auto for_my_strips = [&](auto&& work) {
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) {
-                const int strip = strip_of(tile, i / TILES);
-                if (i % DEEP == deep && strip < strips) work(i, strip, (static_cast<i64>(strip) * TILES + i % TILES) * 128 + lane * 4);
+            for (int r = 0; r < TALL; ++r) {
+                const int strip = strip_of(tile, r);
+                if (r % DEEP == deep && strip < strips) work(r, strip, static_cast<i64>(strip) * 128 + lane * 4);
             }
         };
-        auto sum_of = [&](int i) {
-            if (DEEP == 1) return sums.of[i / TILES][i % TILES];
-            float4 sum = to_add[(across * DEEP * ITEMS + i) * 32 + lane];
+        auto sum_of = [&](int r) {
+            if (DEEP == 1) return sums.of[r];
+            float4 sum = to_add[(across * DEEP * TALL + r) * 32 + lane];
 #pragma unroll
-            for (int d = 1; d < DEEP; ++d) add(sum, to_add[((across * DEEP + d) * ITEMS + i) * 32 + lane]);
+            for (int d = 1; d < DEEP; ++d) add(sum, to_add[((across * DEEP + d) * TALL + r) * 32 + lane]);
             return sum;
         };
-        auto finish = [&](int i, int strip, float4 sum) {
+        auto finish = [&](int strip, float4 sum) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int row = i % TILES * 8 + lane % 4 * 2 + e;
+                const int row = lane % 4 * 2 + e;
                 if (row >= m) break;
                 float near = e == 0 ? sum.x : sum.y, far = e == 0 ? sum.z : sum.w;
                 if (NORM) near *= shared.squares[row], far *= shared.squares[row];
@@ -269,11 +251,11 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
             }
         };
         if (SPLIT == 1) {
-            for_my_items([&](int i, int strip, i64) { finish(i, strip, sum_of(i)); });
+            for_my_strips([&](int r, int strip, i64) { finish(strip, sum_of(r)); });
             continue;
         }
-        const i64 slice_sums = static_cast<i64>(strips) * TILES * 128;  // floats
-        for_my_items([&](int i, int, i64 at) { *reinterpret_cast<float4*>(partial + rank * slice_sums + at) = sum_of(i); });
+        const i64 slice_sums = static_cast<i64>(strips) * 128;  // floats
+        for_my_strips([&](int r, int, i64 at) { *reinterpret_cast<float4*>(partial + rank * slice_sums + at) = sum_of(r); });
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0)
@@ -289,11 +271,11 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
             }
             __syncthreads();
         }
-        for_my_items([&](int i, int strip, i64 at) {
+        for_my_strips([&](int, int strip, i64 at) {
             float4 sum = load_of_blocks(partial + at);
 #pragma unroll
             for (int s = 1; s < SPLIT; ++s) add(sum, load_of_blocks(partial + s * slice_sums + at));
-            finish(i, strip, sum);
+            finish(strip, sum);
         });
     }
 }

@@ -1,0 +1,391 @@
+// y = x W^T for 9 to 64 rows of x and W in 4 bits, fused with the operation after it, for sm_80 and later. Sums in fp32.
+//   x [M, K] and y [M, N] in 16 bits, strided rows.
+//   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
+//   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
+//   with eight rows of up in W.
+//   partial float [2 * grid, STRIPS, TILES, 32, 4], counters int [tiles]: the workspace. The counters are 0 before and after.
+//
+// A tile is 128 * TALL rows of W and all rows of x. A step multiplies PER_STEP records of each 16 rows. The steps of all tiles are one
+// list, and each block takes an equal part of it, so all blocks end at about the same time. A block that has only some steps
+// of a tile leaves its sums in `partial`. The last block of the tile adds them up in their order: the result does not depend on
+// which is last.
+// Each step's W and x come by cp.async into a ring of STAGES stages. W does not depend on the kernel before, so W is fetched before
+// that kernel ends. x lies in boxes of 64 columns, swizzled as TMA does it: ldmatrix reads them without bank conflicts, and wgmma
+// takes them as they are.
+// The 16-row operand of a product holds rows of W, in registers; the other one holds rows of x. A code becomes 128 + code (bf16)
+// or 1024 + code (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32
+// sums of a group. With MINS the sums of the group's x are computed as well, by a product with ones, and the min multiplies them.
+// Hopper has wgmma: the operand in registers and the sums lie as those of m16n8k16, a warp has 16 of the 64 rows.
+//
+// Floor: N * K / 2 bytes of codes, and the scales. x is read once for each tile, from the L2 cache.
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int STRIPS = WARPS * TALL;  // 16-row strips of a tile
+constexpr int TILES = ROWS / 8;       // 8-row tiles of x
+constexpr int COLUMNS = PER_STEP * CHUNK, BOXES = COLUMNS / 64;
+constexpr int PART = PER_STEP * RECORD, UNITS = PART / 16;  // of a strip in a step: bytes, and what one cp.async copies
+constexpr u32 X_BOX = ROWS * 128, X_BYTES = BOXES * X_BOX, W_BYTES = STRIPS * PART;
+static_assert(TILES % 2 == 0, "ldmatrix takes two tiles of x");
+static_assert(PART % 16 == 0, "a copy takes 16 bytes");
+static_assert(!MINS || TALL == 1, "registers hold the sums of x for one strip");
+constexpr int AHEAD = STAGES - 1;  // steps to fetch ahead
+
+__device__ __forceinline__ u32 address_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+__device__ __forceinline__ void copy_async(u32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+// Past the L1 cache, which does not see what other multiprocessors write.
+__device__ __forceinline__ float4 load_of_blocks(const float* x) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
+    return v;
+}
+
+// The offset in a box of 16 bytes of a row.
+__device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
+
+struct Sums {
+    float of[TALL][TILES][4];
+};
+
+// The A operand of 16 columns: of word j of a lane.
+__device__ __forceinline__ void operand(u32 (&a)[4], u32 word, const Scales& scales) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = codes_of(word >> 4 * i, scales.minus[i % 2]);
+}
+__device__ __forceinline__ Scales scales_of(u32 record, int group) {
+    const u32 its = record + CODES + threadIdx.x % 32 / 4 * LANE_SCALES + group * (1 + ZEROS) * 4;
+    return Scales(load_word(its), ZEROS ? load_word(its + 4) : EIGHTS);
+}
+__device__ __forceinline__ void add_group(float (&sums)[TILES][4], const float (&group)[TILES][4], const float (&x_sums)[TILES][4], const Scales& scales) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            sums[t][e] = fmaf(scales.of[e / 2], group[t][e], sums[t][e]);
+            if (MINS) sums[t][e] = fmaf(scales.mins[e / 2], x_sums[t][e], sums[t][e]);
+        }
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if HALF
+#define KIND ".f32.f16.f16"
+#else
+#define KIND ".f32.bf16.bf16"
+#endif
+#define OUT_4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
+#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 1), OUT_4(x, i + 2), OUT_4(x, i + 3)
+#define OUT_32(x, i) OUT_16(x, i), OUT_16(x, i + 4)
+#define REGS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS_32 REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS_64                                                                                                            \
+    REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+            "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
+__device__ __forceinline__ void product(float (&x)[TILES][4], const u32 (&a)[4], u64 b, int accumulate) {
+#define PRODUCT(SHAPE, REGS, A, B, ACCUMULATE, ...)                                                                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned." SHAPE KIND " {" REGS "}, {" A \
+                 "}, " B ", p, 1, 1, 0;}"                                                                                       \
+                 : __VA_ARGS__                                                                                                          \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#if ROWS == 16
+    PRODUCT("m64n16k16", REGS_8, "%8, %9, %10, %11", "%12", "%13", OUT_4(x, 0), OUT_4(x, 1));
+#elif ROWS == 32
+    PRODUCT("m64n32k16", REGS_16, "%16, %17, %18, %19", "%20", "%21", OUT_16(x, 0));
+#elif ROWS == 64
+    PRODUCT("m64n64k16", REGS_32, "%32, %33, %34, %35", "%36", "%37", OUT_32(x, 0));
+#else
+    static_assert(ROWS == 128, "products are of 16, 32, 64 or 128 rows of x");
+    PRODUCT("m64n128k16", REGS_64, "%64, %65, %66, %67", "%68", "%69", OUT_32(x, 0), OUT_32(x, 8));
+#endif
+}
+// Keep the compiler from moving reads and writes of `x` across this point, and from giving away the registers of `a` before it:
+// wgmma writes `x` and reads `a` asynchronously.
+__device__ __forceinline__ void pin(float (&x)[TILES][4]) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) asm volatile("" : OUT_4(x, t)::"memory");
+}
+__device__ __forceinline__ void pin(const u32 (&a)[GROUP / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < GROUP / 16; ++j) asm volatile("" ::"r"(a[j][0]), "r"(a[j][1]), "r"(a[j][2]), "r"(a[j][3]) : "memory");
+}
+// Returns the wgmma descriptor of a box.
+__device__ __forceinline__ u64 descriptor(u32 shared) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
+    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
+}
+
+// The operands of W for the products of a group of a strip, and for those that follow.
+constexpr int NUMBER = COLUMNS / GROUP * TALL;  // groups of strips in a step
+struct Operands {
+    u32 of[2][GROUP / 16][4];
+    Scales scales[2];
+    // Converts the group of a strip that has this number in a step.
+    __device__ __forceinline__ void convert(int number, u32 w) {
+        const int first = number % NUMBER / TALL * GROUP, at = number % 2;
+        const u32 record = w + (threadIdx.x / 32 * TALL + number % TALL) * PART + first / CHUNK * RECORD;
+        scales[at] = scales_of(record, first % CHUNK / GROUP);
+        u32 words[(GROUP + 63) / 64][4];
+#pragma unroll
+        for (int h = 0; h < (GROUP + 63) / 64; ++h) load_words(words[h], record + (first % CHUNK / 64 + h) * 512 + threadIdx.x % 32 * 16);
+#pragma unroll
+        for (int j = 0; j < GROUP / 16; ++j) operand(of[at][j], words[j / 4][(first / 16 + j) % 4], scales[at]);
+    }
+    __device__ __forceinline__ void begin(u32 w) { convert(0, w); }
+    __device__ __forceinline__ void swap() {
+        scales[0] = scales[1];
+#pragma unroll
+        for (int i = 0; i < GROUP / 4; ++i) of[0][i / 4][i % 4] = of[1][i / 4][i % 4];
+    }
+};
+
+// Adds the products of a step. While those of a group of a strip run, the codes of the next group are converted. While the last
+// ones run, `next` fetches, and returns where the W of the next step is, or 0.
+template <typename Next>
+__device__ __forceinline__ void multiply(Sums& sums, Operands& operands, u32 x, u32 w, Next next) {
+    float group[TILES][4], x_sums[TILES][4];
+#pragma unroll
+    for (int i = 0; i < NUMBER; ++i) {
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < GROUP / 16; ++j) {
+            const int column = i / TALL * GROUP + j * 16;
+            const u64 b = descriptor(x + column / 64 * X_BOX + column % 64 * 2);
+            product(group, operands.of[i % 2][j], b, j > 0);
+#if MINS
+            const u32 ones[4] = {ONES, ONES, ONES, ONES};
+            product(x_sums, ones, b, j > 0);
+#endif
+        }
+        products_commit();
+        const Scales scales = operands.scales[i % 2];
+        if (i + 1 < NUMBER) {
+            operands.convert(i + 1, w);
+        } else {
+            const u32 following = next();
+            if (following) operands.convert(NUMBER, following);
+        }
+        products_wait<0>();
+        pin(operands.of[i % 2]);
+        pin(group);
+        if (MINS) pin(x_sums);
+        add_group(sums.of[i % TALL], group, x_sums, scales);
+    }
+    if (NUMBER % 2) operands.swap();
+}
+#else
+// c = A B^T, without an old value.
+__device__ __forceinline__ void mma_first(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+#if HALF
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+#else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+#endif
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
+}
+
+struct Operands {
+    __device__ __forceinline__ void begin(u32) {}
+};
+
+// Adds the products of a step. `next` fetches.
+template <typename Next>
+__device__ __forceinline__ void multiply(Sums& sums, Operands&, u32 x, u32 w, Next next) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 x_row = x + in_box(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll 1
+    for (int i = 0; i < PER_STEP; ++i) {
+        float group[TALL][TILES][4], x_sums[TILES][4];
+        Scales scales[TALL];
+        u32 words[TALL][4];
+#pragma unroll
+        for (int column = 0; column < CHUNK; column += 16) {
+            const bool begins = column % GROUP == 0;
+#pragma unroll
+            for (int r = 0; r < TALL; ++r) {
+                const u32 record = w + (warp * TALL + r) * PART + i * RECORD;
+                if (column % 64 == 0) load_words(words[r], record + column / 64 * 512 + lane * 16);
+                if (begins) scales[r] = scales_of(record, column / GROUP);
+            }
+            u32 a[TALL][4];
+#pragma unroll
+            for (int r = 0; r < TALL; ++r) operand(a[r], words[r][column / 16 % 4], scales[r]);
+#pragma unroll
+            for (int t = 0; t < TILES; t += 2) {
+                u32 rows[4];  // 16 columns of two tiles
+                ldmatrix(rows, ((x_row + (i * HALVES + column / 64) * X_BOX) ^ (column % 64 * 2)) + t * 1024);
+#pragma unroll
+                for (int u = 0; u < 2; ++u) {
+                    const u32 near = rows[2 * u], far = rows[2 * u + 1], ones[4] = {ONES, ONES, ONES, ONES};
+                    if (begins) {
+                        if (MINS) mma_first(x_sums[t + u], ones, near, far);
+#pragma unroll
+                        for (int r = 0; r < TALL; ++r) mma_first(group[r][t + u], a[r], near, far);
+                    } else {
+                        if (MINS) mma(x_sums[t + u], ones, near, far);
+#pragma unroll
+                        for (int r = 0; r < TALL; ++r) mma(group[r][t + u], a[r], near, far);
+                    }
+                }
+            }
+            if ((column + 16) % GROUP == 0) {
+#pragma unroll
+                for (int r = 0; r < TALL; ++r) add_group(sums.of[r], group[r], x_sums, scales[r]);
+            }
+        }
+    }
+    next();
+}
+#endif
+
+// The place in y of a lane's two columns of 16 rows of W, `strip`, for eight rows of x from `first_row` on. 0 if there is none.
+__device__ __forceinline__ u32* place_of(u16* __restrict__ y, int strip, int strips, int first_row, int m, i64 y_stride) {
+    const int lane = threadIdx.x % 32, row = first_row + lane % 4 * 2 + lane / 4 % 2;
+    const bool is_there = strip < strips && row < m;
+    return is_there ? reinterpret_cast<u32*>(y + row * y_stride + strip * (FOLLOWED_BY == 2 ? 8 : 16) + lane / 8 * 2) : nullptr;
+}
+__device__ __forceinline__ void write(u32* to, const float (&sums)[4], const u32 (&before)[2]) {
+    const bool odd = threadIdx.x / 4 % 2;
+    // Neighbouring columns lie in neighbouring lanes / 4. Two lanes exchange, so that each has two columns of one row.
+    auto pair = [&](float even_row, float odd_row) {
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? even_row : odd_row, 4);
+        return odd ? make_float2(other, odd_row) : make_float2(even_row, other);
+    };
+    if (FOLLOWED_BY == 2) {
+        const float2 its = pair(silu_of(sums[0]) * sums[2], silu_of(sums[1]) * sums[3]);
+        if (to) to[0] = pack(its.x, its.y);
+        return;
+    }
+    const float2 near = pair(sums[0], sums[1]), far = pair(sums[2], sums[3]);
+    if (!to) return;
+    to[0] = pack(near.x + low(before[0]), near.y + high(before[0]));
+    to[4] = pack(far.x + low(before[1]), far.y + high(before[1]));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+four_bits_tiled(const u16* __restrict__ x, const int* __restrict__ packed, u16* __restrict__ y, float* __restrict__ partial,
+                int* __restrict__ counters, i64 m_, i64 n_, i64 k_, i64 x_stride, i64 y_stride) {
+    extern __shared__ __align__(1024) unsigned char ring[];
+    bool& is_last = *reinterpret_cast<bool*>(ring + STAGES * (X_BYTES + W_BYTES));
+    const u32 x_stages = address_of(ring), w_stages = x_stages + STAGES * X_BYTES;
+    const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int strips = static_cast<int>(n_) / 16, steps = static_cast<int>(k_) / COLUMNS;  // steps of a tile
+    const int tiles = (strips + STRIPS - 1) / STRIPS, all = tiles * steps, blocks = gridDim.x;
+    auto block_of = [&](int unit) { return ((unit + 1) * blocks - 1) / all; };
+    const int begin = blockIdx.x * all / blocks, end = (blockIdx.x + 1) * all / blocks;
+    auto strip_of = [&](int tile, int r) { return tile * STRIPS + warp * TALL + r; };
+
+    let_next_begin();
+    const unsigned char* const codes = reinterpret_cast<const unsigned char*>(packed);
+    const i64 strip_bytes = static_cast<i64>(steps) * PART;
+    auto fetch_w = [&](int unit, int stage) {
+        const int tile = unit / steps, step = unit % steps;
+        const unsigned char* from = codes + static_cast<i64>(step) * PART;
+        const u32 to = w_stages + stage * W_BYTES + warp * TALL * PART;
+#pragma unroll
+        for (int i = 0; i < (TALL * UNITS + 31) / 32; ++i) {
+            const int unit_of_warp = i * 32 + lane, r = unit_of_warp / UNITS;
+            const int strip = min(strip_of(tile, r), strips - 1);  // past the end: copied, and not used
+            if (unit_of_warp < TALL * UNITS) copy_async(to + unit_of_warp * 16, from + strip * strip_bytes + (unit_of_warp - r * UNITS) * 16);
+        }
+    };
+    auto fetch_x = [&](int unit, int stage) {
+        const int step = unit % steps;
+        constexpr int VECTORS = COLUMNS / 8;
+#pragma unroll
+        for (int i = 0; i < (ROWS * VECTORS + THREADS - 1) / THREADS; ++i) {
+            const int at = i * THREADS + threadIdx.x, row = at / VECTORS, vector = at % VECTORS;
+            if (row < m) copy_async(x_stages + stage * X_BYTES + vector / 8 * X_BOX + in_box(row, vector % 8), x + row * x_stride + step * COLUMNS + vector * 8);
+        }
+    };
+    auto stage_is_there = [&] {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what this thread's copies wrote
+#endif
+        __syncthreads();
+    };
+    for (int i = 0; i < AHEAD; ++i)
+        if (begin + i < end) fetch_w(begin + i, i);
+    wait_for_previous();
+    for (int i = 0; i < AHEAD; ++i) {
+        if (begin + i < end) fetch_x(begin + i, i);
+        copy_commit();
+    }
+
+    copy_wait<AHEAD - 1>();
+    stage_is_there();
+    Operands operands;
+    operands.begin(w_stages);
+    int stage = 0;
+    for (int unit = begin; unit < end;) {
+        const int tile = unit / steps, first = unit % steps, num = min(steps - first, end - unit);
+        Sums sums = {};
+        for (const int behind = unit + num; unit < behind; ++unit) {
+            const u32 x_stage = x_stages + stage * X_BYTES, w_stage = w_stages + stage * W_BYTES;
+            const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;
+            if (++stage == STAGES) stage = 0;
+            multiply(sums, operands, x_stage, w_stage, [&] {
+                if (unit + 1 == end) return 0u;
+                copy_wait<AHEAD - 2>();
+                stage_is_there();  // and all warps have left the stage before
+                if (unit + AHEAD < end) {
+                    fetch_w(unit + AHEAD, free_stage);
+                    fetch_x(unit + AHEAD, free_stage);
+                }
+                copy_commit();
+                return w_stages + stage * W_BYTES;
+            });
+        }
+
+        if (num < steps) {
+            const int first_block = block_of(tile * steps), last_block = block_of(tile * steps + steps - 1);
+            auto of_block = [&](int block, int r, int t) {
+                const int slot = 2 * block + (block == first_block);
+                return partial + (((static_cast<i64>(slot) * STRIPS + warp * TALL + r) * TILES + t) * 32 + lane) * 4;
+            };
+#pragma unroll
+            for (int r = 0; r < TALL; ++r)
+#pragma unroll
+                for (int t = 0; t < TILES; ++t) {
+                    const float(&its)[4] = sums.of[r][t];
+                    *reinterpret_cast<float4*>(of_block(blockIdx.x, r, t)) = make_float4(its[0], its[1], its[2], its[3]);
+                }
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                const u32 others = last_block - first_block;
+                is_last = atomicInc(reinterpret_cast<u32*>(counters) + tile, others) == others;  // back to 0 at the last
+            }
+            __syncthreads();
+            if (!is_last) continue;
+            __threadfence();
+            sums = {};
+#pragma unroll 2
+            for (int block = first_block; block <= last_block; ++block) {
+#pragma unroll
+                for (int r = 0; r < TALL; ++r)
+#pragma unroll
+                    for (int t = 0; t < TILES; ++t) {
+                        const float4 its = load_of_blocks(of_block(block, r, t));
+                        sums.of[r][t][0] += its.x, sums.of[r][t][1] += its.y, sums.of[r][t][2] += its.z, sums.of[r][t][3] += its.w;
+                    }
+            }
+        }
+        // All loads before the first store: the compiler may not reorder them.
+        u32 before[TALL][TILES][2] = {};
+        auto place = [&](int r, int t) { return place_of(y, tile * STRIPS + warp * TALL + r, strips, t * 8, m, y_stride); };
+#pragma unroll
+        for (int i = 0; i < TALL * TILES && FOLLOWED_BY == 1; ++i) {
+            const u32* const from = place(i / TILES, i % TILES);
+            if (from) before[i / TILES][i % TILES][0] = from[0], before[i / TILES][i % TILES][1] = from[4];
+        }
+#pragma unroll
+        for (int i = 0; i < TALL * TILES; ++i) write(place(i / TILES, i % TILES), sums.of[i / TILES][i % TILES], before[i / TILES][i % TILES]);
+    }
+}

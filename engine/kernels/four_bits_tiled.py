@@ -1,0 +1,131 @@
+"""x W^T for up to 128 rows of x and W in 4 bits, by tiles of W's rows."""
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from engine.kernels.attention_hopper import FEATURES
+from engine.kernels.four_bits import STRIP, Packed, chunk_of, record_bytes
+from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
+from engine.kernels.launch import Kernel, half, is_hopper, num_sms, shared_bytes_of
+
+ROWS = (16, 32, 64, 128)  # of x, that a kernel is compiled for
+_WARPS = 8
+_LEAST_STAGES, _MOST_STAGES = 3, 6
+_BYTES_BESIDE = 16  # of shared memory, beside the stages
+# With fewer tiles of two strips a warp for each multiprocessor, one strip is faster (measured on an H100).
+_LEAST_TILES = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TiledShape:
+    """How the blocks divide the work."""
+
+    tall: int  # strips of a warp
+    per_step: int  # records of a strip in a step
+    stages: int  # steps in shared memory or on their way there
+    blocks: int
+    wgmma: bool  # products by the instructions of sm_90a; else by those of sm_80
+
+    def shared_bytes(self, rows: int, group: int, has_zeros: bool) -> int:
+        return self.stages * _stage_bytes(self.tall, self.per_step, rows, group, has_zeros) + _BYTES_BESIDE
+
+
+def padded(m: int) -> int:
+    """Returns the number of rows to compute with."""
+    return next(rows for rows in ROWS if rows >= m)
+
+
+@lru_cache
+def tiled_shape(
+    n: int, k: int, rows: int, group: int, has_zeros: bool, has_mins: bool, sms: int, most_bytes: int, wgmma: bool
+) -> TiledShape | None:
+    """Returns the shape for W [n, k]; None if a block has not the registers or the shared memory.
+
+    Args:
+        rows: of x, `padded`.
+        most_bytes: of shared memory that a block may have.
+    """
+    if rows > 64 and (has_mins or group == 32):
+        return None
+    per_step = 2 if chunk_of(group) == 64 and k % 128 == 0 else 1
+    strips = n // STRIP
+    talls = [2, 1] if rows <= 64 and not has_mins and group > 32 and strips >= _LEAST_TILES * sms * 2 * _WARPS else [1]
+    for tall in talls:
+        stages = (most_bytes - _BYTES_BESIDE) // _stage_bytes(tall, per_step, rows, group, has_zeros)
+        if stages >= _LEAST_STAGES:
+            tiles, steps = -(-strips // (_WARPS * tall)), k // (per_step * chunk_of(group))
+            # Each block that shares a tile has fewer steps, and the last of them has more sums to add.
+            blocks = min(sms, tiles * math.ceil(math.sqrt(steps)))
+            return TiledShape(tall, per_step, min(_MOST_STAGES, stages), blocks, wgmma)
+    return None
+
+
+def tiled_shape_of(m: int, weight: Packed) -> TiledShape | None:
+    """Returns the shape for m rows of x, up to the last of ROWS, on the device of `weight`; None as `tiled_shape`."""
+    device = weight.records.device
+    matrix = weight.group, weight.has_zeros, weight.has_mins
+    wgmma = is_hopper(device)
+    return tiled_shape(len(weight), weight.k, padded(m), *matrix, num_sms(device), shared_bytes_of(device), wgmma)
+
+
+def four_bits_tiled(
+    x: Tensor, weight: Packed, shape: TiledShape, followed_by: FollowedBy = "nothing", out: Tensor | None = None
+) -> Tensor:
+    """Returns x W^T in x's dtype.
+
+    Args:
+        x: [M, K] bf16 or fp16, M up to the last of ROWS, rows any multiple of 8 apart.
+        shape: from `tiled_shape_of`.
+        followed_by: as in `gemm_hopper`.
+        out: the result's place, or what it is added to. None makes a place. Rows any multiple of 2 apart.
+    """
+    m, n = len(x), len(weight)
+    width = n // 2 if followed_by == "swiglu" else n
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
+    rows = padded(m)
+    kernel = _kernel(rows, weight.group, weight.has_zeros, weight.has_mins, shape, followed_by, x.dtype, x.device)
+    # Each block may leave the sums of two tiles, of which it has only some steps.
+    partial = torch.empty(2 * shape.blocks * _WARPS * shape.tall * STRIP * rows, dtype=torch.float32, device=x.device)
+    kernel(shape.blocks, x, weight.records, y, partial, weight.counters, m, n, weight.k, x.stride(0), y.stride(0))
+    return y
+
+
+@cache
+def _kernel(
+    rows: int,
+    group: int,
+    has_zeros: bool,
+    has_mins: bool,
+    shape: TiledShape,
+    followed_by: FollowedBy,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Kernel:
+    defines = tiled_defines(rows, group, has_zeros, has_mins, shape, followed_by, dtype)
+    shared = shape.shared_bytes(rows, group, has_zeros)
+    features = FEATURES if shape.wgmma else ""
+    return Kernel("four_bits_tiled", "four_bits_tiled", defines, device, 32 * _WARPS, shared, features)
+
+
+def tiled_defines(
+    rows: int, group: int, has_zeros: bool, has_mins: bool, shape: TiledShape, followed_by: FollowedBy, dtype: torch.dtype
+) -> dict[str, int]:
+    return {
+        "ROWS": rows,
+        "GROUP": group,
+        "ZEROS": int(has_zeros),
+        "MINS": int(has_mins),
+        "TALL": shape.tall,
+        "PER_STEP": shape.per_step,
+        "STAGES": shape.stages,
+        "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "HALF": half(dtype),
+    }
+
+
+def _stage_bytes(tall: int, per_step: int, rows: int, group: int, has_zeros: bool) -> int:
+    return per_step * (2 * rows * chunk_of(group) + _WARPS * tall * record_bytes(group, has_zeros))
