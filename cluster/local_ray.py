@@ -33,6 +33,8 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",
     # Each change of the replicas replaces HAProxy. The old process finishes its requests, and generated text takes long.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # A node that was cut off for some seconds would keep its old gateways for ever.
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.haproxy_manager:use_ours",
     # Seconds that a stopping replica waits for HAProxy to drop it. HAProxy learns of it within 0.2 s and retries elsewhere.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # A replica that failed three checks no longer computes. Waiting a minute for its requests would only block its card.

@@ -49,7 +49,10 @@ class ModelOptions(BaseModel):
     backend: Backend = Field(
         "emberforge", description="emberforge, or transformers for architectures that our engine does not have (slower)"
     )
-    trust_remote_code: bool = Field(False, description="With backend transformers, run the code in the model's folder")
+    trust_remote_code: bool = Field(
+        False,
+        description="With backend transformers, run the code in the model's folder: in replicas, gateways and `emberforge plan`",
+    )
     default_prompt_name: str | None = Field(
         None,
         description="Name of the model's prompt for texts whose request names no prompt [default: what the model's folder says]",
