@@ -40,11 +40,11 @@ class Delivery:
     def forget(self, key: int) -> None:
         self._takes.pop(key, None)
 
-    def add_each(self, keys: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+    def add_each(self, keys: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """As `add` of a token for each key."""
         self._events.append((self._take_each, (keys, token_ids)))
 
-    def _take_each(self, both: tuple[NDArray[np.int64], NDArray[np.int32]]) -> None:
+    def _take_each(self, both: tuple[NDArray[np.int32], NDArray[np.int32]]) -> None:
         for key, token_id in zip(both[0].tolist(), both[1].tolist(), strict=True):
             if (take := self._takes.get(key)) is not None:
                 take(token_of(token_id))

@@ -85,9 +85,9 @@ class Unsent:
         self.numbers.append(number)
         self.token_ids.append(token.id)
 
-    def add_plain(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+    def add_plain(self, numbers: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """As `add` of each, for tokens without log-probabilities."""
-        self.numbers.frombytes(numbers.astype(np.int32).tobytes())
+        self.numbers.frombytes(numbers.tobytes())
         self.token_ids.frombytes(token_ids.tobytes())
 
     def packed(self) -> Steps:

@@ -194,7 +194,7 @@ class Channel:
             self._tell_prompt(number, stream)
             self._unsent.add(number, token)
 
-    def _add_all(self, numbers: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
+    def _add_all(self, numbers: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """As `_add` of a token of each of these streams, which had tokens before.
 
         Tokens of streams whose callers have left are sent, too: the gateway drops them.
