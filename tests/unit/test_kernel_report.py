@@ -59,6 +59,7 @@ def test_before_sm_80_there_is_no_attention_and_no_bf16() -> None:
         "attention",
         "attention_decode",
         "four_bits",
+        "four_bits_tiled",
         "quantize",
     }
 
