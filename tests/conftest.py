@@ -179,9 +179,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
     recipes = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tiny_*.py"))]
     recipes += [path.read_bytes() for path in sorted((Path(__file__).parent / "parity").glob("*_reference.py"))]
     versions = f"{version('transformers')} {version('torch')} {version('tokenizers')}"
-    kept = pytestconfig.cache.mkdir("tiny") / hashlib.sha256(b"".join([versions.encode(), *recipes])).hexdigest()[:16]
+    has_cache = pytestconfig.pluginmanager.hasplugin("cacheprovider")
+    root = pytestconfig.cache.mkdir("tiny") if has_cache else tmp_path_factory.mktemp("tiny")
+    kept = root / hashlib.sha256(b"".join([versions.encode(), *recipes])).hexdigest()[:16]
     kept.mkdir(exist_ok=True)
-    for old in set(kept.parent.iterdir()) - {kept}:
+    for old in set(root.iterdir()) - {kept}:
         shutil.rmtree(old, ignore_errors=True)
     made: dict[str, Path] = {}
 

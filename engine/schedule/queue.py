@@ -91,13 +91,12 @@ class Queue:
         ahead = queue.tokens_ahead(request)
         return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
 
-    def schedule(self, now: float, slices: list[Slice] | None = None, num_seqs: int = 0, most: int | None = None) -> list[Slice]:
+    def schedule(self, now: float, slices: list[Slice] | None = None, num_seqs: int = 0) -> list[Slice]:
         """Take the slices of the next pass; none where nothing waits. Requests that are late hear DeadlinePassed.
 
         Args:
             slices: what the pass has already; the result begins with them.
             num_seqs: the sequences of these slices.
-            most: tokens to take at most. None for what the pass has room for.
         """
         if now >= self._first_deadline:
             self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
@@ -106,8 +105,7 @@ class Queue:
             order.reverse()
         slices = [] if slices is None else slices
         taken = sum(part.stop - part.start for part in slices)
-        tokens = self.max_batch_tokens - taken
-        room = tokens if most is None else min(tokens, most), self._max_batch_seqs - num_seqs
+        room = self.max_batch_tokens - taken, self._max_batch_seqs - num_seqs
         for queue in order:
             room = queue.schedule(slices, room, now)
         return slices

@@ -28,9 +28,6 @@ from engine.schedule.stream import Stream, Streams
 _MARGIN_S = 0.0005
 # The device always has so much work of streams, if the passes in flight allow.
 _AHEAD_S = 0.005
-# Beside so many streams or more, a pass takes few tokens of prompts: `_PROMPT_TOKENS`, or a part of those that wait. A pass of
-# 8,192 tokens takes 15 decode steps, and each stream would wait for it.
-_MANY_STREAMS, _PROMPT_TOKENS, _PART_OF_WAITING = 16, 256, 8
 # Tokens/s before any pass was measured.
 _TOKENS_PER_S = 1_000.0
 
@@ -185,22 +182,12 @@ class Scheduler:
         if self.streams is not None:
             slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
         # A stream that decodes is a token of a pass, also in a cohort, and nothing else has been scheduled so far.
-        num_streams = sum(part.stop - part.start for part in slices)
-        slices = self.queue.schedule(now, slices, num_streams, self._most_beside(num_streams))
+        slices = self.queue.schedule(now, slices, sum(part.stop - part.start for part in slices))
         if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
             slices = self._schedule_streams(self.streams)
         if self.streams is not None and self._runs_ahead:
             self.streams.run_ahead(slices)
         return slices
-
-    def _most_beside(self, num_streams: int) -> int | None:
-        """The most tokens of the queue that a pass takes beside so many streams. None for no limit.
-
-        A part of what waits: else a flood of prompts, or long ones, would wait for many steps.
-        """
-        if num_streams < _MANY_STREAMS or self._num_stages > 1:
-            return None
-        return max(_PROMPT_TOKENS, self.queue.num_tokens // _PART_OF_WAITING)
 
     def _schedule_streams(self, streams: Streams, prompts_wait: bool = False) -> list[Slice]:
         slices, preempted = streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs), prompts_wait)
