@@ -27,7 +27,7 @@ def ptx_of(defines: dict[str, int]) -> list[str]:
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
     text = b" " * nvrtc.nvrtcGetPTXSize(program)[1]
     nvrtc.nvrtcGetPTX(program, text)
-    return text.decode().splitlines()
+    return str(text, "ascii").splitlines()
 
 
 # One group of a strip in a step, and many.
