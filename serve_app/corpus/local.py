@@ -1,8 +1,10 @@
 """The worker that computes rows with a model in this process."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.engine import Engine
 from engine.hub import resolve_model
@@ -46,6 +48,7 @@ class LocalWorker:
         task = self._task
         if self._tokenizer is None:
             return self._answer([text for (text,) in rows])
+        values: NDArray[Any]
         if self.kind == "score":
             sequences = self._tokenizer.encode(rows, EncodeOptions())
             values = probabilities(self._embed(sequences, EmbedOptions(normalize=False)))[:, 0]
