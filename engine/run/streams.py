@@ -306,17 +306,17 @@ class StreamPacker:
 
     def _fill_items(self, places: Ints, laid: Laid, window: int | None) -> None:
         """How decode attention divides the keys. Most passes of a cohort alone only add a key to each stream."""
-        together, decodes = laid.together, laid.num_decodes
-        is_kept = together is not None and len(together) == decodes and window is None
-        if is_kept and (kept := self._kept_items(together)) is not None:
+        decodes = laid.num_decodes
+        together = laid.together if laid.num_together == decodes and window is None else None
+        if together is not None and (kept := self._kept_items(together)) is not None:
             places = places[: len(kept.items)]
             places[:] = kept.items
-            places[:, 3] += kept.grows * np.int32(together.number - kept.number)
+            places[:, 3] += kept.grows * (together.number - kept.number)
             return
         seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
         items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window)
         places[: len(items)] = items
-        if is_kept:
+        if together is not None:
             grows, are_whole = (items[:, 4] == items[:, 5] - 1).astype(np.int32), len(items) == decodes
             together.roster.packed = Items(self, together.number, items, grows, are_whole, together.roster.columns.turns_at)
 
