@@ -54,9 +54,6 @@ SERVE_ENV = {
     # Ray runs workers at nice 15. The engine is a worker, and would yield to all other processes.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Each process has one heap of glibc. By default it has 8 per core, and each heap keeps freed memory of its own. A replica
-    # cannot set this itself: glibc reads the limit last when the ninth heap is made, and Ray has started more threads before.
-    "MALLOC_ARENA_MAX": "1",
 }
 
 # Further variables of a server on one machine, on which only this machine may use Ray's ports. The first gives Ray the address
