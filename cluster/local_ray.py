@@ -54,10 +54,6 @@ SERVE_ENV = {
     # Ray runs workers at nice 15. The engine is a worker, and would yield to all other processes.
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Each process has up to two heaps of glibc per core. The default is 8, and each heap keeps its own freed memory. With fewer
-    # heaps than threads, the threads wait for each other: 16 threads tokenise 1,500 texts/s with 1 heap, 7,900 with 4 and 46,000
-    # with 128. A replica cannot set the limit itself: glibc reads it last for the ninth heap, and Ray's threads have more.
-    "MALLOC_ARENA_MAX": str(2 * (os.cpu_count() or 1)),
 }
 
 # Further variables of a server on one machine, on which only this machine may use Ray's ports. The first gives Ray the address

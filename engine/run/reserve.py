@@ -37,8 +37,7 @@ def keep_freed_memory() -> None:
 
     On a CPU every layer's output is a fresh allocation of a few MB. glibc returns such blocks to the kernel, so each layer
     would fault its pages in again: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). All threads use one
-    arena, because only the first arena can grow without bound. A replica has more: Ray's threads make arenas before, and only
-    the environment limits them (`MALLOC_ARENA_MAX` in `cluster/local_ray.py`). Does nothing where there is no mallopt.
+    arena, because only the first arena can grow without bound. Does nothing where there is no mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

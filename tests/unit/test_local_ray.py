@@ -1,11 +1,8 @@
 """Two Rays on one machine do not disturb each other, and the stop of one leaves no process."""
 
-import os
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 
@@ -20,25 +17,6 @@ from cluster.local_ray import SERVE_ENV, free_port, grpc_ports
 LOW, HIGH = (int(SERVE_ENV[f"RAY_SERVE_DIRECT_INGRESS_{end}_GRPC_PORT"]) for end in ("MIN", "MAX"))
 
 CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the kernel gives these ports to connections
-
-# Starts threads before it limits its heaps, as a replica does, and prints the number of heaps.
-HEAPS = """
-import ctypes, sys, threading
-def start(number):
-    started, keep = threading.Barrier(number + 1), []
-    def work():
-        keep.append(ctypes.create_string_buffer(100_000)), started.wait(), threading.Event().wait()
-    for _ in range(number):
-        threading.Thread(target=work, daemon=True).start()
-    started.wait()
-libc = ctypes.CDLL(None)
-libc.fdopen.restype = ctypes.c_void_p
-start(12)
-libc.mallopt(-8, 1)  # M_ARENA_MAX
-start(12)
-output = ctypes.c_void_p(libc.fdopen(1, b"w"))
-libc.malloc_info(0, output), libc.fflush(output)
-"""
 
 
 def span(ports: dict[str, str]) -> set[int]:
@@ -135,17 +113,3 @@ def test_nobody_waits_for_a_ray_whose_processes_have_ended() -> None:
         assert not local_ray._within(60, lambda: hang.wait(60), [psutil.Process(process.pid)])
     hang.set()
     assert monotonic() - start < 30
-
-
-def num_heaps(environment: Mapping[str, str]) -> int:
-    said = subprocess.run([sys.executable, "-c", HEAPS], env=dict(environment), capture_output=True, text=True, check=True).stdout
-    return said.count("<heap nr")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs glibc")
-def test_processes_of_ray_have_few_heaps() -> None:
-    """Without the variable glibc ignores a limit that a process sets after its ninth heap."""
-    limit, environment = 2 * (os.cpu_count() or 1), os.environ | SERVE_ENV
-    assert num_heaps(environment) <= limit
-    without = {name: value for name, value in environment.items() if name != "MALLOC_ARENA_MAX"}
-    assert num_heaps(without) > min(limit, 8)
