@@ -114,7 +114,7 @@ def test_kustomize_builds_it_with_the_images_put_in() -> None:
     command = next((each for each in (["kustomize", "build"], ["kubectl", "kustomize"]) if shutil.which(each[0])), None)
     if command is None:
         pytest.skip("neither kustomize nor kubectl is installed")
-    env = os.environ | {"KUBECONFIG": os.devnull}  # nothing here may reach a cluster
+    env = os.environ | {"KUBECONFIG": os.devnull}  # the commands must not reach a cluster
     done = subprocess.run([*command, str(FOLDER)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     built = list(yaml.load_all(done.stdout, StrictLoader))
@@ -155,7 +155,7 @@ def test_what_is_referred_to_is_there() -> None:
     ports = {port["name"]: port["containerPort"] for port in pod["spec"]["containers"][0]["ports"]}
     (port,) = service["ports"]
     assert CLUSTER["gcsFaultToleranceOptions"]["redisAddress"] == f"emberforge-redis:{port['port']}"
-    assert ports[port["targetPort"]] == 6379  # where redis-server listens if not told
+    assert ports[port["targetPort"]] == 6379  # redis-server's default port
     for claim in values(RESOURCES, "claimName"):
         find("PersistentVolumeClaim", claim)
     budget = find("PodDisruptionBudget", "emberforge-workers")["spec"]["selector"]["matchLabels"].items()
