@@ -46,7 +46,7 @@ check: $(VENV)/.installed-test ## before each commit, a minute: lint, and the qu
 
 # One thread each, because there is a worker on each core. schemathesis makes the cases of test_openapi.py while pytest collects the
 # tests, which takes seconds in each worker.
-quick-tests: $(VENV)/.installed-test
+quick-tests: $(VENV)/.installed-test ## the tests of `check` alone
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m "not slow" --ignore tests/unit/test_openapi.py tests/unit
 
 test-gpu: $(VENV)/.installed-test ## on a machine with a GPU: kernels and whole models against their references

@@ -24,6 +24,7 @@ from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import IN_8_BITS, FewRowsShape, few_rows, few_rows_shape
 from engine.kernels.four_bits import FourBitsShape, four_bits, pack4, unpack4
+from engine.kernels.four_bits_tiled import four_bits_tiled, padded, tiled_shape
 from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
@@ -41,6 +42,7 @@ LAUNCHERS = (
     "embed",
     "few_rows",
     "four_bits",
+    "four_bits_tiled",
     "gemm_hopper",
     "norm",
     "pool",
@@ -52,7 +54,7 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 19
+    assert len(seen) == 20
     for variant in report.variants((9, 0)):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -243,6 +245,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     unpack4(four, BF16)
     mins = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 32).half(), mins=torch.ones(64, 32).half())
     four_bits(x, mins, FourBitsShape(2, 4, 2, 1, 3))
+    for weight, rows in ((four, 12), (mins, 64)):
+        tiled = tiled_shape(len(weight), weight.k, padded(rows), weight.group, False, weight.has_mins, 132, 227 << 10, True)
+        assert tiled is not None
+        four_bits_tiled(x[:1].expand(rows, -1).contiguous(), weight, tiled)
     few_rows(x, mins, FewRowsShape(2, 64, 3))
     unpack4(mins, BF16)
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
@@ -323,13 +329,14 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
     [
         (8, False, True, "four_bits", 1),
         (9, False, True, "few_rows", 1),
-        (33, False, True, "few_rows", 2),
-        (64, False, True, "few_rows", 2),
+        (32, False, True, "few_rows", 1),
+        (33, False, True, "four_bits_tiled", 1),
+        (64, False, True, "four_bits_tiled", 1),
         (65, False, True, None, 0),
-        (96, True, True, "few_rows", 3),
-        (97, True, True, None, 0),
-        (64, False, False, "four_bits", 1),
-        (65, True, False, None, 0),
+        (128, True, True, "four_bits_tiled", 1),
+        (129, True, True, None, 0),
+        (9, False, False, "four_bits_tiled", 1),
+        (65, True, False, "four_bits_tiled", 1),
     ],
 )
 def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
@@ -342,7 +349,8 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     launches: int,
 ) -> None:
     """With other numbers of rows the matrix is dequantised first. Plain torch does that here."""
-    monkeypatch.setattr(importlib.import_module("engine.kernels.few_rows"), "is_hopper", lambda device: on_hopper)
+    for name in ("few_rows", "four_bits_tiled"):
+        monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
     monkeypatch.setattr(importlib.import_module("engine.kernels.linear4"), "_LARGE", 1 if large else 1 << 25)
     four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)

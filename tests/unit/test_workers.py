@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import pytest
 import scheduling
-import torch
 
 TESTS = Path(__file__).parents[1]
 
@@ -26,7 +25,7 @@ def suite(pytestconfig: pytest.Config) -> Any:
 def test_the_whole_suite_has_three_workers_and_the_unit_tests_have_one_a_core(
     suite: Any, monkeypatch: pytest.MonkeyPatch, paths: list[str], gpu: bool, num_workers: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(suite, "_has_gpu", lambda: gpu)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     config = SimpleNamespace(args=paths, getini=lambda name: ["tests"])
     assert suite.pytest_xdist_auto_num_workers(config=config) == num_workers
