@@ -86,7 +86,7 @@ def config(
 def deploy(site: Site, content: dict[str, Any], folder: Path, replicas: int) -> None:
     """Runs `serve deploy`, and waits until that number of replicas is ready behind the gateway."""
     apply(site.laboratory, content, folder)
-    wait_for("the gateway", lambda: site.pools() and site.ready() >= replicas, 120)
+    wait_for("the gateway", lambda: site.pools() and site.ready() >= replicas, 300)
     wait_for("an answer", lambda: not failures(site.load((1_000, 2)).results()), 60)
 
 

@@ -71,7 +71,7 @@ def test_no_request_is_lost_with_a_node_that_is_killed(laboratory: Lab) -> None:
 
 def test_a_node_that_joins_takes_over_what_was_lost(laboratory: Lab) -> None:
     cluster.add(laboratory, PC2)
-    wait_for("a replica on pc2", lambda: "pc2" in nodes_of_replicas(laboratory).values(), 60)
+    wait_for("a replica on pc2", lambda: "pc2" in nodes_of_replicas(laboratory).values(), 240)
     assert nodes_of_replicas(laboratory)[f"lite.{PC1.class_name}"] == "pc2"
 
 

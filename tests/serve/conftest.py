@@ -72,7 +72,7 @@ def deployed_together(address: str) -> DeployTogether:
             targets.append(serve.RunTarget(bind(args, server, **(options or {})), names[prefix], prefix))
         serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
         with ExitStack() as stack:
-            clients = {prefix: stack.enter_context(httpx.Client(base_url=address + prefix, timeout=30)) for prefix in variants}
+            clients = {prefix: stack.enter_context(httpx.Client(base_url=address + prefix, timeout=120)) for prefix in variants}
             for client in clients.values():
                 wait_until_routed(client)
             yield clients
@@ -139,7 +139,7 @@ def clustered(address: str) -> Clustered:
             for target in targets:
                 stack.callback(serve.delete, target.name, _blocking=False)
             serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
-            with httpx.Client(base_url=address + prefix, timeout=40) as client:
+            with httpx.Client(base_url=address + prefix, timeout=120) as client:
                 wait_until_routed(client)
                 yield client
 

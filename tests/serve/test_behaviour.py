@@ -25,7 +25,7 @@ def metric(client: httpx.Client, name: str, of: str = "emberforge") -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
@@ -177,8 +177,8 @@ def redeployed_under_load(
         changed = ModelArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", max_client_batch_size=7))
         try:
             serve.run(bind(changed, max_surge_percent=100), name="again", route_prefix="/again")
-            wait_for(lambda: limit(client) == 7, 30)
-            wait_for(lambda: states("again") == {"RUNNING": 1}, 30)  # the old replica is gone
+            wait_for(lambda: limit(client) == 7, 120)
+            wait_for(lambda: states("again") == {"RUNNING": 1}, 120)  # the old replica is gone
             seen = len(answers)
             wait_for(lambda: len(answers) > seen + 50)
         finally:
@@ -207,8 +207,8 @@ def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, 
         hanging = pool.submit(hang)
         wait_for((tmp_path / "hung").exists)
         assert health() == 200  # so far the pass may only be a long one
-        wait_for(lambda: health() == 503, 30)
-        wait_for(lambda: health() == 200, 60)
+        wait_for(lambda: health() == 503, 180)
+        wait_for(lambda: health() == 200, 180)
         assert client.post("embed", json={"inputs": [[101, 14, 102]]}).status_code == 200
         hanging.result(1)  # the request has ended, although it has no timeout
 

@@ -86,7 +86,7 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
     ]
     terminal = Terminal(EMBERFORGE, "serve", *arguments)
     try:
-        terminal.wait_for("curl ", 90)
+        terminal.wait_for("curl ", 300)
         terminal.wait_for("}'", 5)
         assert f"ready http://127.0.0.1:{port}" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.text)
         started = psutil.Process(terminal.process.pid).children(recursive=True)

@@ -217,7 +217,7 @@ def test_a_model_at_zero_is_woken_by_its_first_request(clustered: Clustered, asl
         else:
             assert (first.status_code, int(first.headers["retry-after"]) > 0) == (503, True)
             assert "asleep" in first.json()["error"]
-        wait_for(lambda: gate.get("v1/models").json()["data"][0]["state"] == "ready", 30)
+        wait_for(lambda: gate.get("v1/models").json()["data"][0]["state"] == "ready", 120)
         assert gate.post("embed", json={"inputs": "good morning"}).status_code == 200
 
 
@@ -239,8 +239,8 @@ def test_replicas_follow_the_load_and_no_request_is_lost(clustered: Clustered) -
             for _ in range(12):
                 threads.submit(ask)
             try:
-                wait_for(lambda: replicas() == 3, 60)
+                wait_for(lambda: replicas() == 3, 240)
             finally:
                 ended.set()  # without this the threads would send requests for ever
-        wait_for(lambda: replicas() == 1, 60)
+        wait_for(lambda: replicas() == 1, 240)
         assert set(statuses) == {200}
