@@ -78,6 +78,8 @@ def start(
         raise ClusterError("--redis is only for the head: the other nodes ask the head")
     home = home_folder()
     _refuse_second(home)
+    if problems := machine_limits.problems():
+        raise ClusterError("; ".join(problems))
     ray_hooks.check(SERVE_ENV)
     facts = read_machine()
     node = this_node(name, None if reserve_gib is None else int(reserve_gib * GIB), lambda: facts)

@@ -35,6 +35,7 @@ _SETTLED_MINUTES = 10  # memory may grow until then: caches fill, allocators lea
 _WINDOW_MINUTES = 10  # memory goes up and down with the load, so its growth is measured by the median of these minutes
 _FLAT = 1.03
 _WARM_S = 20.0  # seconds of load before the first count of an idle server's resources
+_MOST_TEXTS, _LONGEST = 32, 250  # the default of `max_client_batch_size`; words, nearly MiniLM's longest input
 _JSON = (("content-type", b"application/json"),)
 _WORDS = [
     "the",
@@ -83,6 +84,23 @@ class Clients:
             running.add(task := asyncio.create_task(kind()))
             task.add_done_callback(running.discard)
         await asyncio.gather(*running)
+
+    async def send_largest(self) -> None:
+        """Sends the largest bodies of the routes, eight of a route at once. Then each process has needed its most memory.
+
+        Allocators keep the memory of the largest request. Without these bodies it would come at a random minute, and its
+        memory would look like a leak.
+        """
+        texts = [" ".join(self._random.choices(_WORDS, k=_LONGEST)) for _ in range(_MOST_TEXTS)]
+        for path, model, fields in (
+            ("/embed", self._embedder, {"inputs": texts}),
+            ("/embed_all", self._embedder, {"inputs": texts}),
+            ("/v1/embeddings", self._embedder, {"input": texts}),
+            ("/tokenize", self._embedder, {"inputs": texts}),
+            *(("/rerank", model, {"query": texts[0], "texts": texts}) for model in self._rerankers),
+        ):
+            case = replace(self._post(path, fields | {"model": model}), has_deadline=True, waits_s=120.0)
+            await asyncio.gather(*(self._send(case) for _ in range(8)))
 
     async def close(self) -> None:
         await self._channel.close()
@@ -156,6 +174,9 @@ class Clients:
                 body["inputs"] = self._texts()
         if is_long:
             body |= {"max_tokens": 1500, "ignore_eos": True}
+        return self._post(path, body, headers)
+
+    def _post(self, path: str, body: dict[str, Any], headers: Sequence[tuple[str, bytes]] = ()) -> Case:
         content = json.dumps(body).encode()
         return Case("body", path, http(self._site, "POST", path, [*_JSON, *headers], content), self._site.prefix + path)
 
@@ -205,6 +226,7 @@ async def _soak(site: Site, server: psutil.Process, minutes: int, rate: float, s
     document = httpx.get(f"http://{site.host}:{site.port}/openapi.json").json()
     clients = Clients(seed, site, document, MODELS)
     await clients.run(rate, int(_WARM_S * rate))
+    await clients.send_largest()
     await asyncio.sleep(120)  # until idle connections are closed
     before, tasks, samples = count(), held(site)["tasks"], []
     for minute in range(minutes):

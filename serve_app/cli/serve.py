@@ -43,6 +43,7 @@ def serve(settings: Settings) -> None:
     logs.set_up("serve")
     _end_on_signal()
     _check_environment()
+    _check_machine()
     settings = _for_this_machine(settings)
     if settings.devices:
         settings = settings.model_copy(update={"devices": show_only(chosen_devices(settings.devices))})
@@ -142,6 +143,14 @@ def _check_environment() -> None:
         raise SettingsError(
             f"RAY_AUTH_MODE is {mode!r}, and a Ray without a token runs code for anybody who reaches its ports: unset it"
         )
+
+
+def _check_machine() -> None:
+    """Raises: SettingsError for a full disk or full shared memory, before Ray waits on it."""
+    from cluster import machine_limits
+
+    if problems := machine_limits.problems():
+        raise SettingsError("; ".join(problems))
 
 
 def _for_this_machine(settings: Settings) -> Settings:

@@ -31,6 +31,7 @@ from serve_app.cli.generate import Options, Writer, check_refused
 from serve_app.cli.serve import (
     _address,
     _check_environment,
+    _check_machine,
     _check_port,
     _deploy,
     _for_this_machine,
@@ -95,6 +96,12 @@ def test_a_deploy_whose_controller_died_says_the_first_error(monkeypatch: pytest
     failed = SimpleNamespace(deployments={"a": SimpleNamespace(message=f"{SERVE}{TRACE}ValueError: no")})
     with pytest.raises(ModelError, match=r"^the server did not start: ValueError: no$"):
         deploy(monkeypatch, RayActorError(), lambda: SimpleNamespace(applications={"a": failed}))
+
+
+def test_a_full_disk_is_found_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_limits, "problems", lambda: ["/tmp has 3 MiB left", "/dev/shm has 1 MiB left"])
+    with pytest.raises(SettingsError, match=r"^/tmp has 3 MiB left; /dev/shm has 1 MiB left$"):
+        _check_machine()
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

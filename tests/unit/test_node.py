@@ -380,6 +380,13 @@ def test_a_node_that_does_not_come_up_is_not_waited_for_without_end(monkeypatch:
     assert time.monotonic() - begin < 5
 
 
+def test_a_full_disk_is_found_before_ray_starts(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_limits, "problems", lambda: ["/tmp has 3 MiB left", "/dev/shm has 1 MiB left"])
+    monkeypatch.setattr(node_module, "_launch", lambda *_: pytest.fail("Ray was started"))
+    with pytest.raises(ClusterError, match=r"^/tmp has 3 MiB left; /dev/shm has 1 MiB left$"):
+        start(True, port=free_port(), say=lambda line: None)
+
+
 @pytest.mark.slow
 def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that never returns stands in for `ray start`. Its command line is the one that starts Ray."""
@@ -390,7 +397,8 @@ def test_a_running_ray_that_hangs_is_ended(home: Path, monkeypatch: pytest.Monke
     (package / "scripts.py").write_text("import time; time.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(home))
     monkeypatch.setattr(node_module, "_START_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(machine_limits, "problems", lambda: ["/tmp has 3 MiB left"])
+    problems = iter([[], ["/tmp has 3 MiB left"]])  # the disk fills up during the start
+    monkeypatch.setattr(machine_limits, "problems", lambda: next(problems))
     before = {process.pid for process in psutil.Process().children()}
     with pytest.raises(ClusterError, match=r"Ray did not start within 1 s; its logs are in .*; /tmp has 3 MiB left$"):
         start(True, port=free_port(), say=lambda line: None)
