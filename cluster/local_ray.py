@@ -33,6 +33,9 @@ SERVE_ENV = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "10",
     # Each change of the replicas replaces HAProxy. The old process finishes its requests, and generated text takes long.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
+    # Serve kills a proxy that is not ready within this time, and then a deploy fails. Its imports took more than Ray's 5 s on a
+    # busy machine.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # A node that was cut off for some seconds would keep its old gateways for ever.
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.haproxy_manager:use_ours",
     # Seconds that a stopping replica waits for HAProxy to drop it. HAProxy learns of it within 0.2 s and retries elsewhere.

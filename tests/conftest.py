@@ -119,7 +119,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     if session.config.option.collectonly or not any("kernel_reports" in item.fixturenames for item in session.items):
         return
-    known = session.config.cache.mkdir("emberforge") / "kernel_reports.json"
+    known = session.config.cache.mkdir("emberforge") / "kernel_reports.jsonl"
     session.config.stash[_KERNEL_REPORTS] = subprocess.Popen(
         ["nice", "-n", "19", sys.executable, Path(__file__).parent / "kernel_reports.py", known],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -1,11 +1,15 @@
-"""Compiles every variant of every kernel for every chip and prints the report's rows as JSON.
+"""Compiles the kernels for every chip and prints the report's rows as JSON.
 
 python tests/kernel_reports.py KNOWN
 
-This takes 200 s of a core. `tests/conftest.py` starts it beside the first test, because the tests that start Ray mostly wait.
-KNOWN is a file of the compiler's reports of the last run: a run compiles only what has changed since. A report's key is all that
-the report depends on: source, macros, chip, the versions of the compiler, and the file that chooses its options. A compile that
-fails is not kept. A second process with the same KNOWN waits for the first one and takes its reports.
+For sm_90, where the kernels run in tests, and for sm_120 every variant is compiled, and for each other chip every fourth one and
+the first of each kernel. `emberforge kernels` compiles all of them. This takes two to six minutes of a core. `tests/conftest.py`
+starts this script beside the first test, because the tests that start Ray mostly wait.
+
+KNOWN is a file of the compiler's reports, one JSON line each: a run compiles only what has changed since. A report's key is all
+that the report depends on: source, macros, chip, the versions of the compiler, and the file that chooses its options. A compile
+that fails is not kept. A second process with the same KNOWN waits for the first one and takes its reports. If the first one is
+killed, the second one compiles the rest.
 """
 
 import fcntl
@@ -13,34 +17,61 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from engine.kernels import compile as kernel_compiler
 from engine.kernels import report
 from engine.kernels.compile import Resources, compile_report, nvrtc_version
+from engine.kernels.report import Variant, variants
 
 _MODULE = Path(kernel_compiler.__file__)
 
 
-class Remembered:
-    """Stands in for `compile_report`."""
+WHOLE = ((9, 0), (12, 0))
+_EVERY = 4
 
-    def __init__(self, known: dict[str, Any]) -> None:
-        self.used: dict[str, Any] = {}
-        self._known = known
+
+class Remembered:
+    """Stands in for `compile_report`. Writes each new report into `file`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._lock = file, Lock()
+        lines = file.read_text().splitlines() if file.exists() else []
+        self._known: dict[str, Any] = {}
+        for line in lines:
+            with suppress(ValueError):  # the process was killed while it wrote the last line
+                self._known |= json.loads(line)
+        self._used: dict[str, Any] = {}
         self._compiler = [nvrtc_version(), version("cuda-core"), version("cuda-bindings"), version("nvidia-cuda-nvrtc")]
         self._compiler += [path.read_text() for path in (_MODULE, *sorted((_MODULE.parent / "csrc").glob("*.cuh")))]
 
     def __call__(self, source: str, defines: Mapping[str, int], arch: str) -> dict[str, Resources]:
         text = (_MODULE.parent / "csrc" / f"{source}.cu").read_text()
         key = hashlib.sha256(json.dumps([text, dict(defines), arch, self._compiler], sort_keys=True).encode()).hexdigest()
-        if key not in self._known:
-            self._known[key] = {entry: asdict(found) for entry, found in compile_report(source, defines, arch).items()}
-        self.used[key] = self._known[key]
-        return {entry: Resources(**found) for entry, found in self.used[key].items()}
+        found = self._known.get(key)
+        if found is None:
+            found = {entry: asdict(each) for entry, each in compile_report(source, defines, arch).items()}
+            with self._lock, self._file.open("a") as file:
+                file.write(f"\n{json.dumps({key: found})}")
+        self._used[key] = found
+        return {entry: Resources(**each) for entry, each in found.items()}
+
+    def forget_unused(self) -> None:
+        self._file.write_text("\n".join(json.dumps({key: found}) for key, found in self._used.items()))
+
+
+def some_variants(capability: tuple[int, int]) -> list[Variant]:
+    found = list(variants(capability))
+    if capability in WHOLE:
+        return found
+    firsts = {variant.source: number for number, variant in reversed(list(enumerate(found)))}
+    begin = report.parse_archs(report.DEFAULT_ARCHS).index(capability)
+    return [found[number] for number in sorted({*firsts.values(), *range(begin % _EVERY, len(found), _EVERY)})]
 
 
 def main(known: Path) -> None:
@@ -50,10 +81,11 @@ def main(known: Path) -> None:
 
 
 def rows(known: Path) -> list[dict[str, Any]]:
-    remembered = Remembered(json.loads(known.read_text()) if known.exists() else {})
+    remembered = Remembered(known)
     report.compile_report = remembered  # type: ignore[assignment]
+    report.variants = some_variants  # type: ignore[assignment]
     found = report.report(report.parse_archs(report.DEFAULT_ARCHS))
-    known.write_text(json.dumps(remembered.used))
+    remembered.forget_unused()
     return [asdict(row) for row in found]
 
 

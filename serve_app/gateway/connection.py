@@ -152,12 +152,15 @@ class PoolConnection:
             del waiting  # an error refers to this frame, and the task to the error
 
     async def _wire_for(self, ticket: Ticket) -> Wire | None:
-        """A wire to the replica that finishes first, to which the ticket now belongs. None if the call must go through Serve."""
-        ranked = self.load.ranked(ticket, monotonic())
-        wire = await self._wire_to(ranked[0]) if ranked else None
-        if wire is not None:
-            self.load.routed(ranked[0], ticket)
-        return wire
+        """A wire to the replica that finishes first, of those that can be reached. The ticket then belongs to the replica.
+
+        Serve lists a dead replica for seconds. None if no replica can be reached: then the call must go through Serve.
+        """
+        for replica in self.load.ranked(ticket, monotonic()):
+            if replica in self.load.replicas and (wire := await self._wire_to(replica)) is not None:
+                self.load.routed(replica, ticket)
+                return wire
+        return None
 
     async def _wire_to(self, replica: str) -> Wire | None:
         """A wire to a replica that reports. None if the replica cannot be reached, or stops."""

@@ -60,9 +60,10 @@ def reference(minilm: Path) -> np.ndarray:
 
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.999)])
 def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray, dtype: str, least: float, device: str) -> None:
-    vectors = Engine.load(minilm, dtype=dtype, device=device).embed(varied_texts())  # type: ignore[arg-type]
-    assert vectors.shape == (200, 384)
-    cosines = (vectors * reference).sum(axis=1)
+    every = 8 if (device, dtype) == ("cpu", "bfloat16") else 1  # a CPU without AVX-512 takes minutes for all texts in bf16
+    vectors = Engine.load(minilm, dtype=dtype, device=device).embed(varied_texts()[::every])  # type: ignore[arg-type]
+    assert vectors.shape == (200 // every, 384)
+    cosines = (vectors * reference[::every]).sum(axis=1)
     assert cosines.min() >= least
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
@@ -71,7 +72,7 @@ def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.9998)])
 def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least: float, device: str) -> None:
     engine = Engine.load(minilm, dtype=dtype, device=device)  # type: ignore[arg-type]
-    texts = varied_texts()[:40]
+    texts = varied_texts()[: 12 if (device, dtype) == ("cpu", "bfloat16") else 40]
     together = engine.embed(texts)
     alone = np.concatenate([engine.embed([text]) for text in texts])
     same_length = np.concatenate([engine.embed([text] * 3)[:1] for text in texts])

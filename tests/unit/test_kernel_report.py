@@ -23,7 +23,7 @@ def only(*sources: str) -> Callable[[tuple[int, int]], list[Variant]]:
 
 
 @pytest.mark.slow
-def test_every_variant_compiles_for_every_chip_without_spilling(kernel_reports: "subprocess.Popen[str]") -> None:
+def test_every_kernel_compiles_for_every_chip_without_spilling(kernel_reports: "subprocess.Popen[str]") -> None:
     output, errors = kernel_reports.communicate()
     assert kernel_reports.returncode == 0, errors
     rows = [Row(**row) for row in json.loads(output.splitlines()[-1])]

@@ -544,11 +544,11 @@ def test_models_are_known_by_their_last_part_in_any_case() -> None:
 
 
 class _Random(ShapeCounter):
-    """Random bf16 weights in every shape asked for, on the CPU."""
+    """Random weights in every shape asked for, on the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.device, self.dtype = torch.device("cpu"), torch.bfloat16
+        self.device, self.dtype = torch.device("cpu"), dtype
 
     def take_embedding(self, name: str, *shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=self.dtype) / 50
@@ -564,16 +564,18 @@ _SHAPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", _SHAPES)
-@pytest.mark.parametrize("lengths", [[512], [2048], [8192], [300] * 27, [110] * 20], ids=lambda each: f"{len(each)}x{each[0]}")
+@pytest.mark.parametrize("lengths", [[512], [2048], [4096], [300] * 12, [110] * 20], ids=lambda each: f"{len(each)}x{each[0]}")
 def test_a_pass_on_a_cpu_stays_within_its_footprint(model: str, lengths: list[int]) -> None:
+    """Only the shortest pass is in bf16, because a CPU without AVX-512 takes minutes for a long one."""
+    dtype = torch.bfloat16 if lengths == [512] else torch.float32
     shape = {"vocab_size": 64, "max_position_embeddings": 8192} | _SHAPES[model]
     config = replace(CATALOGUE[model], max_input_length=lengths[0], **shape)  # type: ignore[arg-type]
     packer = BatchPacker(config.pooling, config.embedding_size, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
     with torch.inference_mode():
-        network = family_of(config)(config, _Random())
+        network = family_of(config)(config, _Random(dtype))
         peak = peak_bytes(lambda: network.forward(packer.pack(sequences)))
-    assert peak <= footprint(config, torch.bfloat16, "cpu", sum(lengths)).workspace
+    assert peak <= footprint(config, dtype, "cpu", sum(lengths)).workspace
 
 
 @pytest.mark.parametrize("integrated", [True, False])

@@ -15,6 +15,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
+from cluster.local_ray import free_port
 from cluster.router import Report, Ticket
 from cluster.stream_router import StreamLoad
 from engine.errors import BackendError, NotFinite
@@ -488,5 +489,22 @@ def test_the_engine_s_thread_sends_tokens_while_the_event_loop_is_busy(stream: R
         assert [kind for kind, _ in received] == [Kind.STEPS] + [Kind.STEPS, Kind.TOKENS] * 4 + [Kind.STEPS]
         for each in begun:
             each.stream.future.cancel()
+
+    stream(scenario)
+
+
+def test_a_call_goes_to_the_next_replica_if_the_first_cannot_be_reached(stream: RunStreams) -> None:
+    """Serve lists a dead replica for seconds."""
+
+    async def scenario(replica: Generates) -> None:
+        host, _, *rest = replica.wires.address
+        load = replica.pool.load
+        dead = Report(monotonic(), pages=100, wire=(host, free_port(), *rest))
+        load.update({"dead": dead}, now=monotonic())  # equal replicas are ranked in the order of their first reports
+        load.update({"dead": dead, "it": Report(monotonic(), pages=100, wire=replica.wires.address)}, now=monotonic())
+        load.opened(ticket := Ticket(0, 1, 1))
+        assert load.ranked(ticket, monotonic()) == ["dead", "it"]
+        wire = await replica.pool._wire_for(ticket)
+        assert (wire, load.replica_of(ticket)) == (replica.wire, "it")
 
     stream(scenario)
