@@ -1,8 +1,8 @@
 """The engine's threads: one schedules and launches passes, one waits for the passes and delivers the results.
 
-The second thread lets the first launch the next pass in time, also when a pass takes longer than foreseen. A query that meets an
-idle engine needs neither: its caller launches the pass, polls for the end and delivers the result. A change of threads costs
-0.15 ms where the other thread's core has gone to sleep (docs/decisions/029).
+So the first thread launches the next pass in time, even if the present pass takes longer than predicted. A query for an idle
+engine needs no thread: its caller launches the pass, polls for the end and delivers the result. A change of threads costs 0.15 ms
+if the other thread's core sleeps (docs/decisions/029).
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from engine.schedule.request import Request, Waiting
 
 log = logging.getLogger(__name__)
 
-# While work waits for a pass to end, the engine's thread naps instead of sleeping. A core that has slept a millisecond runs the
-# launch half as fast: a single query of 1.3 ms took 1.5 ms.
+# While work waits for a pass that ends within `_AWAKE_S`, the engine's thread sleeps `_NAP_S` at a time. After a sleep of a
+# millisecond a core runs the launch half as fast: a single query of 1.3 ms took 1.5 ms.
 _NAP_S, _AWAKE_S = 0.0001, 0.003
-# Where nothing of what waits can be scheduled, the engine's thread tries again after so long at the latest.
+# If no waiting request can be scheduled, the engine's thread tries again after this time.
 _AGAIN_S = 0.001
-# A caller launches a pass of so few tokens itself. Larger ones take milliseconds, beside which a change of threads is little, and
-# packing them would hold up the caller's event loop.
+# A caller itself launches a pass of up to this many tokens. Larger passes take milliseconds, so a change of threads matters less,
+# and packing them would block the caller's event loop.
 _QUICK_TOKENS = 1024
-# A caller polls for the end of its pass for so long before the foreseen end, and for so long after it. Until then the event loop
-# does other work. A pass with more than _FORESEEN_S left is not waited for: what is foreseen of long passes is less exact.
+# A caller polls for the end of its pass from _POLL_BEFORE_S before the predicted end until _POLL_AFTER_S after it. Before that,
+# the event loop does other work. With more than _FORESEEN_S left the caller does not poll: such predictions are less exact.
 _POLL_BEFORE_S, _POLL_AFTER_S, _FORESEEN_S = 0.003, 0.001, 0.02
 # The interpreter's switch interval; Python's default is 5 ms. Every operation of a pass takes the interpreter again. Next to a
 # busy event loop 300 operations took 10 s, and 21 ms with this interval (docs/decisions/025).
@@ -46,7 +46,7 @@ _STOPPED = "the engine stopped before this request was computed"
 class EngineLoop:
     """Owns an engine and its queue. `submit` may be called from any thread; one thread at a time launches passes.
 
-    Making one shortens the interpreter's switch interval in this process.
+    The constructor shortens the interpreter's switch interval in this process.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class EngineLoop:
         self._passes = Passes(engine, max_batch_tokens, max_batch_seqs, on_batch, on_split)
         self._lock, self._changed, self._scheduler = self._passes.lock, self._passes.changed, self._passes.scheduler
         self._on_gpu = engine.passes_in_flight > 1
-        # Requests that need pages of a cache go through the queue, which gives the pages out.
+        # Requests that need pages of a cache go through the queue, where they get their pages.
         self._quick_tokens = 0 if engine.pages is not None else min(engine.max_graph_tokens, max_batch_tokens, _QUICK_TOKENS)
         self._quick_seqs = max_batch_seqs or sys.maxsize
         self._num_threads = num_threads
         self._stopping = False
         self.num_submitted = 0  # requests so far
-        self.paused = False  # since `pause`: the next pass may begin with a long wait
+        self.paused = False  # True after `pause`, until the next pass. That pass may begin with a long wait.
         self._launching = threading.Lock()  # held by the thread that launches
         # Passes of streams are launched and delivered in turn. A launch releases the interpreter at each of its operations. Next
-        # to a thread that delivers 256 tokens it would wait for the interpreter each time (docs/decisions/050).
+        # to a thread that delivers 256 tokens the launch would wait for the interpreter each time (docs/decisions/050).
         self._turn: AbstractContextManager[Any] = threading.Lock() if engine.pages is not None else nullcontext()
-        self._delivering = threading.Lock()  # held by the thread that delivers: two passes may have parts of one request
+        self._delivering = threading.Lock()  # held by the thread that delivers, because two passes may have parts of one request
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._polled: Launched | None = None  # a caller polls for the end of this pass; no other thread has the pass
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -106,7 +106,7 @@ class EngineLoop:
 
     @property
     def queued_batch_tokens(self) -> int:
-        """The part of `queued_tokens` that is of batch priority."""
+        """The number of queued tokens of batch priority."""
         return self._scheduler.queue.batch.num_tokens
 
     @property
@@ -120,26 +120,26 @@ class EngineLoop:
 
     @property
     def running_s(self) -> float:
-        """Seconds that the passes under way take as a whole, at the measured rate."""
+        """Seconds that the passes under way take in total, at the measured rate."""
         return self._scheduler.running_s
 
     @property
     def tokens_per_s(self) -> float:
-        """Measured on passes of 512 tokens or more; 0 before the first of them."""
+        """The rate of large passes (`Rates.large_tokens_per_s`). 0 before the first large pass."""
         return self._scheduler.rates.large_tokens_per_s
 
     @property
     def pass_s(self) -> float:
-        """Seconds of the quickest passes; 0 before the first pass."""
+        """Seconds of the fastest passes; 0 before the first pass."""
         return self._scheduler.rates.pass_s
 
     def step_s(self, num_streams: int) -> float:
-        """Seconds of a decode step of about so many streams; 0 before the first one."""
+        """Seconds of a decode step of about `num_streams` streams; 0 before the first such step."""
         return self._scheduler.rates.seconds(num_streams)
 
     @property
     def token_s(self) -> float:
-        """As `Rates.token_s`."""
+        """The same as `Rates.token_s`."""
         return self._scheduler.rates.token_s
 
     @property
@@ -153,12 +153,12 @@ class EngineLoop:
         return self._passes.computed_at
 
     def submit(self, requests: Iterable[Waiting], polled: bool = False) -> None:
-        """Queue requests. The future of each hears its end; at once where its deadline is out of reach (DeadlineOutOfReach).
+        """Queue requests. Each future gets a result or an error. DeadlineOutOfReach comes at once.
 
         Args:
-            polled: the caller awaits `answer` for each request, or cancels the request's future. Then `submit` launches the
-                pass itself where the engine is idle and the pass is quick to launch: one CUDA graph.
-        Raises: EngineStopped when nobody would compute them.
+            polled: the caller awaits `answer` for each request, or cancels the request's future. Then `submit` itself launches
+                the pass if the engine is idle and one CUDA graph computes all requests.
+        Raises: EngineStopped if the engine has stopped.
         """
         requests = list(requests)
         with self._lock:
@@ -186,14 +186,14 @@ class EngineLoop:
             request.future.add_done_callback(self._hand_over_if_cancelled)
 
     def _quick(self, requests: Sequence[Waiting]) -> list[Request] | None:
-        """These requests, if one graph computes all of them. A pass that gives more than vectors may have no graph."""
+        """These requests, if one CUDA graph computes all of them. Requests with other outputs than vectors may have no graph."""
         quick = [each for each in requests if isinstance(each, Request) and not each.options.outputs]
         if self.paused or len(quick) < len(requests) or sum(each.num_tokens for each in quick) > self._quick_tokens:
             return None
         return quick if sum(each.num_inputs for each in quick) <= self._quick_seqs else None
 
     async def answer(self, request: Request) -> Embeddings:
-        """The result of a request that was submitted. While its pass is about to end the event loop polls, and does not sleep."""
+        """The result of a submitted request. Near the predicted end of its pass the event loop polls without sleeping."""
         try:
             if self._polled is not None:
                 while not request.future.done() and (nap_s := self._poll()) is not None:
@@ -206,7 +206,7 @@ class EngineLoop:
             del request  # an error refers to this frame, and the request to the error
 
     def _poll(self) -> float | None:
-        """Deliver the pass that a caller launched if it has ended. Returns the seconds after which to ask again, or None."""
+        """Deliver the pass that a caller launched, if the pass has ended. Returns the seconds until the next poll, or None."""
         launched = self._polled
         if launched is None:
             return None
@@ -221,21 +221,21 @@ class EngineLoop:
         return None
 
     def _hand_over(self) -> None:
-        """Leave the pass that a caller has polled for to the thread that delivers."""
+        """Give the pass that a caller has polled for to the thread that delivers."""
         with self._lock:
             launched, self._polled = self._polled, None
         if launched is not None:
             self._launched.put(launched)
 
     def _hand_over_if_cancelled(self, future: Future[Embeddings]) -> None:
-        if future.cancelled():  # its caller polls no more
+        if future.cancelled():  # the caller no longer polls
             self._hand_over()
 
     def pause(self, rest: Callable[[], bool]) -> bool:
-        """Calls `rest` between passes, and holds passes back until it returns.
+        """Calls `rest` between passes. No pass starts until `rest` returns.
 
-        Returns: what `rest` returns; False without a call if there is work. After True the next pass is launched by the engine's
-            thread, and not by the caller of `submit`.
+        Returns: the result of `rest`; False without a call if there is work. After True the engine's thread launches the next
+            pass, not the caller of `submit`.
         """
         with self._launching, self._delivering:
             with self._lock:
@@ -258,7 +258,7 @@ class EngineLoop:
         self._deliverer.join()
 
     def _main(self) -> None:
-        """Schedule -> launch -> deliver, or leave the delivery to the other thread."""
+        """Schedule and launch passes. Deliver passes on the CPU; the other thread delivers all others."""
         try:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
@@ -269,14 +269,14 @@ class EngineLoop:
                         self.paused = False
                         self._hand_over()  # results are delivered in the order of the passes
                     for launched in self._passes.launch(slices) if slices else ():
-                        # A pass on the CPU has ended: delivering it here saves a change of threads. A pass on a GPU never
-                        # takes this way, even if it has ended, because the other thread may still hold the pass before it.
+                        # A pass on the CPU has ended, and delivering it here saves a change of threads. A pass on a GPU is never
+                        # delivered here, even if it has ended: the other thread may still hold the previous pass.
                         if not self._on_gpu and launched.flight.done and launched.take():
                             self._deliver(launched)
                         else:
                             self._launched.put(launched)
                         del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
-                if not slices:  # what waits is over, or waits for pages of a pass under way
+                if not slices:  # all waiting requests are over, or wait for pages of a pass under way
                     with self._changed:
                         self._changed.wait(_AGAIN_S)
                 del slices
@@ -284,14 +284,14 @@ class EngineLoop:
             log.exception("the engine's thread ended")
         finally:
             self._end()
-            with self._launching:  # a caller's pass comes before the end
+            with self._launching:  # a pass that a caller launches is delivered before the end
                 self._hand_over()
                 self._launched.put(None)
 
     def _wait_until_due(self) -> bool:
-        """Return when a pass is to be scheduled; False once the loop is to end."""
+        """Wait until a pass should be scheduled. False: the loop ends."""
         while True:
-            with self._turn:  # not a nap, which would take the interpreter, while the other thread delivers
+            with self._turn:  # while the other thread delivers, wait without naps: each nap would take the interpreter
                 pass
             with self._changed:
                 if self._is_ending:
@@ -331,11 +331,11 @@ class EngineLoop:
                 for part in again:
                     self._scheduler.add_alone(part)
                 if self._is_ending:
-                    self._end()  # once more: the streams of this pass wait for a next one, which does not come
+                    self._end()  # again: delivery has made the streams of this pass ready for a next pass
                 self._changed.notify_all()
 
     def _end(self) -> None:
-        """Compute nothing more; whoever waits hears so."""
+        """Stop the loop, and fail all waiting requests."""
         with self._changed:
             self._stopping = True
             for request in self._scheduler.drain():

@@ -1,4 +1,4 @@
-"""A forward pass from end to end: schedule -> launch -> deliver. No threads here; `engine/loop.py` brings them."""
+"""A forward pass from end to end: schedule -> launch -> deliver. Starts no threads; `engine/loop.py` does."""
 
 import logging
 from collections import deque
@@ -30,32 +30,32 @@ log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What starts forward passes: the engine, or a stub in tests and benchmarks."""
+    """Starts forward passes: the engine, or a stub in tests and benchmarks."""
 
     @property
     def passes_in_flight(self) -> int: ...
 
     @property
     def num_stages(self) -> int:
-        """The devices that compute a pass one after the other. They can compute as many passes at a time."""
+        """The number of devices that compute a pass one after the other. They compute this many passes at the same time."""
         ...
 
     @property
     def speculation_rows(self) -> int:
-        """Streams speculate while a pass has at most so many tokens of answers, proposed ones included; 0: they never do.
+        """The most tokens of answers, including proposed tokens, in a pass in which streams speculate. 0: they never speculate.
 
-        Such a pass takes hardly longer than one with a token.
+        A pass of this many tokens takes hardly longer than a pass of one token.
         """
         ...
 
     @property
     def cohort_size(self) -> int:
-        """Streams that a pass computes by columns at most (`CohortPass`); 0 where `launch` takes none."""
+        """The most streams in a `CohortPass`; 0 if `launch` takes no `CohortPass`."""
         ...
 
     @property
     def max_graph_tokens(self) -> int:
-        """Passes of up to so many tokens are quick to launch; 0 where none is."""
+        """Passes of up to this many tokens run as a CUDA graph, which is quick to launch; 0 without graphs."""
         ...
 
     @property
@@ -81,24 +81,24 @@ class BatchReport(NamedTuple):
     seconds: float
     num_duplicates: int  # sequences that got the results of an equal one
     num_proposed: int = 0  # tokens of answers that the pass has verified
-    num_accepted: int = 0  # of them, those that were right
+    num_accepted: int = 0  # proposed tokens that were right
 
 
 @dataclass(eq=False, slots=True)
 class Launched:
-    """A step on its way through the device."""
+    """A step that the device computes."""
 
     step: Step
     flight: Flight
     _taken: Lock = field(default_factory=Lock)
 
     def take(self) -> bool:
-        """True for the first caller: the one that delivers."""
+        """True for the first caller, who delivers the pass. False for any other caller."""
         return self._taken.acquire(blocking=False)
 
 
 class Passes:
-    """The passes of one engine. One thread at a time calls `launch`, and one thread at a time, perhaps another, `deliver`."""
+    """The passes of one engine. One thread at a time calls `launch`. The same or another thread calls `deliver`."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class Passes:
         on_batch: Callable[[BatchReport], None] | None = None,
         on_split: Callable[[], None] | None = None,
     ) -> None:
-        """`on_batch` and `on_split` observe passes and batches that were halved. An error of theirs is logged."""
+        """`on_batch` is called after each pass, `on_split` after each halved batch. If they raise, the error is logged."""
         self.lock = RLock()  # guards the scheduler
-        self.changed = Condition(self.lock)  # notified when work comes or a pass ends; takes longer to enter than the lock
+        self.changed = Condition(self.lock)  # notified when work comes or a pass ends; slower to enter than the lock
         self.scheduler = Scheduler(
             max_batch_tokens,
             max_batch_seqs,
@@ -131,7 +131,7 @@ class Passes:
             pass
 
     def steps(self, requests: Iterable[Waiting]) -> Iterator[None]:
-        """Do what `run` does, and yield after each pass that was delivered."""
+        """The same as `run`, but yields after each delivered pass."""
         with self.lock:
             for request in requests:
                 self.scheduler.add(request)
@@ -150,14 +150,14 @@ class Passes:
                 return
 
     def schedule(self) -> list[Slice]:
-        """The slices of the next pass; none where nothing waits."""
+        """The slices of the next pass; none if nothing waits."""
         with self.lock:
             return self.scheduler.schedule(perf_counter())
 
     def launch(self, slices: list[Slice]) -> Iterator[Launched]:
-        """Start a pass over the slices. A batch that does not fit into memory becomes two halves, down to single sequences.
+        """Start a pass over the slices. A batch that does not fit into memory is halved, down to single sequences.
 
-        Whatever goes wrong, the requests of what was not launched hear it.
+        After any error, the requests of slices that were not launched fail with it.
         """
         waiting = [slices]
         try:
@@ -172,11 +172,11 @@ class Passes:
                 raise
 
     def _launch(self, slices: list[Slice], waiting: list[list[Slice]]) -> Launched | None:
-        """One pass, or None where its slices went back to `waiting` in halves, or failed."""
+        """One pass. None if its slices went back to `waiting` in halves, or have failed."""
         step: Step | None = None
         try:
             step = Step.of(slices)
-            if not step.num_seqs:  # the callers have left since
+            if not step.num_seqs:  # all callers have left
                 return None
             with self.lock:
                 self.scheduler.started(step.num_tokens, step.started_at)
@@ -215,7 +215,7 @@ class Passes:
             return self.scheduler.streams.abandoned(together)
 
     def deliver(self, launched: Launched) -> list[Slice]:
-        """Wait for a pass and give its results to the requests. The requests hear of whatever goes wrong.
+        """Wait for a pass and give its results to the requests. After an error the requests fail.
 
         Returns: slices to compute again, each alone.
         """
@@ -227,7 +227,7 @@ class Passes:
                 now = perf_counter()
                 with self.lock:
                     self.scheduler.ended(step.num_tokens, now)
-                    if self.scheduler.has_work:  # else waking the engine's thread would only delay what follows
+                    if self.scheduler.has_work:  # without work, waking the engine's thread would only delay the delivery
                         self.changed.notify_all()
             seconds = output.device_s or now - step.started_at
             finite = output.finite
@@ -237,7 +237,7 @@ class Passes:
             if step.parts or step.together is not None or np.count_nonzero(finite):  # a tenth of the time of `any`
                 self.computed_at = monotonic()
             again = deliver(step, output, finite, seconds)
-            with self.lock:  # after the callers have their results: they need not wait for arithmetic
+            with self.lock:  # after the results, so that callers do not wait for this
                 self.scheduler.rates.add(step.num_tokens, output.device_s)
             return again
         except BaseException as error:
@@ -247,10 +247,10 @@ class Passes:
             return []
 
     def _deliver_tokens(self, step: Step, output: Output) -> int:
-        """Give each stream its scores and the tokens that were chosen for it. The streams that go on can be scheduled again.
+        """Give each stream its scores and its chosen tokens. Streams that have not ended can be scheduled again.
 
         Sequences that got a vector give their pages back.
-        Returns: how many proposed tokens were right.
+        Returns: the number of right proposed tokens.
         """
         with self.lock:
             for part in step.parts:
@@ -283,7 +283,7 @@ class Passes:
         return num_accepted
 
     def _deliver_together(self, together: CohortPass, chosen: NDArray[np.int32]) -> list[Stream]:
-        """Give each stream of a cohort its token. Those that just go on take it without a look at their options.
+        """Give each stream of a cohort its token. Only the rows of `CohortPass.exceptions` need the stream's options.
 
         Args:
             chosen: [n, 4], as `kernels.sample` gives it.
@@ -303,7 +303,7 @@ class Passes:
         return [streams[row] for row in together.left]
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
-        """Tell the requests of these slices why. After a lost device no pass can succeed: `device_lost` says so."""
+        """Fail the requests of these slices. After DeviceLost no pass can succeed, and `device_lost` is True."""
         log.error("a batch of %d sequences failed", len(slices), exc_info=error, extra={"tags": _tags(slices)})
         if isinstance(error, DeviceLost):
             self.device_lost = True
@@ -321,5 +321,5 @@ class Passes:
 
 
 def _tags(slices: Sequence[Slice]) -> list[RequestTag]:
-    """The requests that these slices are of, each once."""
+    """The requests of these slices, each once."""
     return list(dict.fromkeys(tag for part in slices for tag in part.request.tags))

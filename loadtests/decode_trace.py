@@ -1,4 +1,4 @@
-"""Traces decode steps on a GPU: each kernel's time, the waits between passes, the host's work. Lists a whole run by pass, too.
+"""Traces decode steps on a GPU: each kernel's time, the waits between passes, the host's work. Also lists a whole run by pass.
 
 python -m loadtests.decode_trace MODEL[:STREAMS,...] ...
 

@@ -18,30 +18,30 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 64
-SMALL = 1 << 23  # values of W, up to which the time that launches and norms take makes up for a slower product
-ALWAYS_ROWS = 32  # up to so many rows no product of cuBLAS is faster
+SMALL = 1 << 23  # up to this many values of W, saved launches and norms outweigh a slower product
+ALWAYS_ROWS = 32  # up to this many rows cuBLAS has no faster product
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
-_MOST_SUMS, _MOST_SUMS_ALONE = 96 * 32, 64 * 64  # sums in the registers of a block: two share a multiprocessor up to 32 rows
+_MOST_SUMS, _MOST_SUMS_ALONE = 96 * 32, 64 * 64  # sums in a block's registers: up to 32 rows two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
-# A model of the time that a shape takes, fitted to an H200 (loadtests/kernels/few_rows.py): bytes a nanosecond from memory and
-# into one multiprocessor, and nanoseconds of a tile by the number of blocks that share K.
+# A model of the time of a shape, fitted to an H200 (loadtests/kernels/few_rows.py): bytes per nanosecond from memory and into
+# one multiprocessor, and nanoseconds for a tile by the number of blocks that divide K.
 _BYTES_PER_NS, _BYTES_PER_NS_SM = 4200, 42
 _TURN_NS = {1: 300, 2: 400, 4: 900, 8: 900}
-_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes is slower by 8 KiB / n
-# Graphics processing clusters. The blocks of a cluster run in one of them. Each has an even number of multiprocessors; the number
+_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes takes 1 + 8 KiB / n of the time
+# Graphics processing clusters. All blocks of a cluster run in one GPC. A GPC has an even number of multiprocessors. This number
 # need not be a multiple of the cluster's size.
 _GPCS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What a box of W and the boxes of x beside it hold."""
+    """The content of a box of W, and of the boxes of x beside it."""
 
     columns: int
-    strip_bytes: int  # of 16 rows of W
-    row_bytes: int  # of a row of x
+    strip_bytes: int  # bytes of 16 rows of W
+    row_bytes: int  # bytes of a row of x
 
     def stage_bytes(self, block_n: int, rows: int) -> int:
         return -(-(block_n // STRIP * self.strip_bytes) // WIDTH) * WIDTH + rows * self.row_bytes
@@ -68,7 +68,7 @@ def box_of_codes(group: int, has_zeros: bool) -> Box:
 class FewRowsShape:
     """How the blocks divide the work."""
 
-    split: int  # blocks that share K
+    split: int  # blocks that divide K
     block_n: int  # rows of W in a box
     stages: int  # boxes in flight
 
@@ -81,14 +81,14 @@ class FewRowsShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to compute with: the next multiple of 8, or 64 beyond 32. Each number is a kernel to compile."""
+    """Returns the number of rows of the compiled kernel: the next multiple of 8, or 64 for more than 32 rows."""
     return -(-m // 8) * 8 if m <= ALWAYS_ROWS else MOST_ROWS
 
 
 def few_rows_shapes(
     n: int, k: int, rows: int, norm: bool, sms: int, box: Box = IN_16_BITS
 ) -> Iterator[tuple[float, FewRowsShape]]:
-    """Yields the possible shapes for W [n, k], each with the nanoseconds it should take. `rows`: rows of x, `padded`."""
+    """Yields the possible shapes for W [n, k], each with its predicted nanoseconds. `rows`: rows of x, `padded`."""
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
         if k % (split * box.columns) or n % block_n or rows % split or split * rows > MOST_SENT:
             continue
@@ -133,8 +133,8 @@ def few_rows(
     """Returns x W^T in bf16. With `norm` [K], the weight of an RMSNorm, x is normalised first.
 
     Args:
-        x: [M, K], M up to MOST_ROWS, rows any multiple of 16 bytes apart; weight: [N, K]. Both are bf16, or without a norm e4m3
-            or int8. A weight in 4 bits or in e4m3 takes x in bf16 too.
+        x: [M, K], M up to MOST_ROWS. The row stride is a multiple of 16 bytes.
+        weight: [N, K]. Both are bf16, or without a norm e4m3 or int8. A weight in 4 bits or in e4m3 also takes x in bf16.
         shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
         followed_by, residual, row_scale, column_scale: as in `gemm_hopper`. x in bf16 has no `row_scale`.
     """
@@ -204,6 +204,6 @@ def few_rows_defines(
 
 
 def _fixed_bytes(split: int, block_n: int, k: int, rows: int, norm: bool) -> int:
-    """Returns the shared memory beside the ring: sums, the norm's weight, barriers (csrc/few_rows.cu)."""
+    """Returns the bytes of shared memory beside the ring: sums, the norm's weight, barriers (csrc/few_rows.cu)."""
     partial, inbox, weight = 4 * rows * (block_n + 4) * 4, 2 * rows * block_n * 4, k // split * 2 if norm else 0
     return partial + inbox + weight + (split + 4) * rows * 4 + 1024

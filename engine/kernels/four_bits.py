@@ -1,4 +1,4 @@
-"""Matrices in 4 bits in the order in which the kernels read them, and x W^T of up to 8 rows of x."""
+"""Matrices in 4 bits, in the order in which the kernels read them. And x W^T for up to 8 rows of x."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 
 GROUPS = (32, 64, 128)  # columns that may share a scale
-STRIP = 16  # rows of W whose records follow one another
+STRIP = 16  # rows of W whose records are consecutive
 MOST_ROWS = 8
-_HELD = (1, 2, 4, MOST_ROWS)  # rows of x that a block has shared memory for
+_HELD = (1, 2, 4, MOST_ROWS)  # the numbers of rows of x for which a block has shared memory
 _WARPS = 8
-# A model of the time that a shape takes, fitted to an H100: bytes a nanosecond from memory, from memory to a multiprocessor, and
-# from the L2 cache to a multiprocessor; nanoseconds of a tile, alone and with other slices; nanoseconds of a warp for 16 x 16
+# A model of the time of a shape, fitted to an H100: bytes per nanosecond from memory, from memory to one multiprocessor, and from
+# the L2 cache to one multiprocessor; nanoseconds for a tile, with one slice and with several; nanoseconds of a warp for 16 x 16
 # values of W.
 _BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 2900, 24, 45
 _TURN_NS = (100, 2000)
 _PRODUCT_NS = 9
-_SHORT_RING_BYTES = 1 << 10  # a ring of n bytes is slower by 1 KiB / n
+_SHORT_RING_BYTES = 1 << 10  # a ring of n bytes takes 1 + 1 KiB / n of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """A matrix W [N, K] in 4 bits. A value is (code - zero) * scale, or with mins code * scale + min.
 
-    `records` [N / 16, K / chunk, ...] int32, as csrc/codes.cuh describes them; a chunk is 64 columns, or a group if that is
-    larger. `counters` [N / 16] int32: the kernel's, 0 between launches. `has_zeros`: the records have zeros or, with `has_mins`,
+    `records`: [N / 16, K / chunk, ...] int32, in the format of csrc/codes.cuh. A chunk has 64 columns, or a whole larger group.
+    `counters`: [N / 16] int32, used by the kernels, 0 between launches. `has_zeros`: the records have zeros or, with `has_mins`,
     mins.
     """
 
@@ -60,19 +60,19 @@ def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, mins: Tens
     """Brings a matrix into the kernels' order.
 
     Args:
-        codes: [N, K / 2] uint8, two codes of 0 to 15 a byte; the low half is the column before.
+        codes: [N, K / 2] uint8, two codes of 0 to 15 in a byte. The low half is the even column.
         scales: [N, G] fp16.
         zeros: [N, G] uint8 of 0 to 15; None stands for 8.
         mins: [N, G] fp16, instead of zeros.
     """
-    assert zeros is None or mins is None, "the records have a place for one of them"
+    assert zeros is None or mins is None, "a record has room for zeros or for mins, not for both"
     n, k = len(codes), 2 * codes.shape[1]
     group = k // scales.shape[1]
     assert packs(n, k, group), f"[{n}, {k}] in groups of {group}"
     chunk = chunk_of(group)
     strips, chunks = n // STRIP, k // chunk
-    # Rows are (half of the strip, lane / 4), columns (64 columns, word, half of 16, lane % 4, element).
-    pairs = codes.view(strips, 2, 8, k // 64, 4, 2, 4)  # a byte is both elements
+    # A row's index is (half of the strip, lane / 4), a column's (64 columns, word, half of 16, lane % 4, element).
+    pairs = codes.view(strips, 2, 8, k // 64, 4, 2, 4)  # a byte has both elements
     pairs = pairs.permute(0, 3, 2, 6, 4, 5, 1)  # [strips, K / 64, 8, 4 lanes, 4 words, half of 16, half of the strip]
     low, high = pairs & 15, pairs >> 4  # elements 0 and 1
     words = torch.stack(
@@ -94,11 +94,11 @@ def pack4(codes: Tensor, scales: Tensor, zeros: Tensor | None = None, mins: Tens
 class FourBitsShape:
     """How blocks and warps divide the work."""
 
-    split: int  # slices of K, one a block
+    split: int  # slices of K; a block computes one slice
     across: int  # warps side by side along W's rows
-    deep: int  # warps that share the rows and divide the slice
+    deep: int  # warps with the same rows; each computes a part of the slice
     tall: int  # 16-row strips of a warp
-    stages: int  # steps of a warp in flight, less one
+    stages: int  # steps in a warp's ring; one fewer is in flight
 
     @property
     def tile(self) -> int:
@@ -113,22 +113,22 @@ class FourBitsShape:
         return rings + 4 * MOST_ROWS * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
 
 
-_ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # `unpack4` reads no part of it
+_ANY_SHAPE = FourBitsShape(1, _WARPS, 1, 1, 2)  # the result of `unpack4` does not depend on the shape
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows to have shared memory for."""
+    """Returns the number of rows for which a block has shared memory."""
     return next(rows for rows in _HELD if rows >= m)
 
 
 def four_bits_shapes(
     n: int, k: int, rows: int, group: int, has_zeros: bool, sms: int, most_bytes: int
 ) -> Iterator[tuple[float, FourBitsShape]]:
-    """Yields the possible shapes for W [n, k], each with the nanoseconds it should take.
+    """Yields the possible shapes for W [n, k], each with its predicted nanoseconds.
 
     Args:
-        rows: of x, `padded`.
-        most_bytes: of shared memory that a block may have.
+        rows: rows of x, `padded`.
+        most_bytes: the most bytes of shared memory for a block.
     """
     chunk = chunk_of(group)
     chunks, strips, record = k // chunk, n // STRIP, record_bytes(group, has_zeros)
@@ -141,9 +141,9 @@ def four_bits_shapes(
         own = turns * shape.tile * steps * record  # bytes of W that the busiest block reads
         flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
         flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * record)
-        values = turns * tall * steps / deep * (chunk / STRIP)  # 16 x 16 of them, that the busiest warp multiplies
+        values = turns * tall * steps / deep * (chunk / STRIP)  # squares of 16 x 16 values that the busiest warp multiplies
         products = values * _PRODUCT_NS
-        partial = turns * shape.tile * STRIP * MOST_ROWS * 16 if split > 1 else 0  # written and read, and waited for
+        partial = turns * shape.tile * STRIP * MOST_ROWS * 16 if split > 1 else 0  # bytes of sums, written and then read
         others = (2 * rows * steps * chunk + partial) / _L2_BYTES_PER_NS_SM
         yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
 
@@ -169,15 +169,15 @@ def four_bits(
         x: [M, K] bf16 or fp16, M up to MOST_ROWS, rows any multiple of 8 apart.
         shape: from `four_bits_shape`.
         followed_by: as in `gemm_hopper`.
-        out: the result's place, or what it is added to. None makes a place. Rows any number of values apart.
+        out: the tensor that gets the result, or to which the result is added. None: a new tensor. Any row stride.
     """
     m, n = len(x), len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
     defines = four_bits_defines(weight.group, weight.has_zeros, shape, norm is not None, followed_by, x.dtype, weight.has_mins)
-    # Two blocks do not fit on a multiprocessor. Else blocks of the next kernel would begin beside this one's, two on one
-    # multiprocessor and none on another.
+    # At least half of a multiprocessor's shared memory, so that two blocks do not fit. Otherwise two blocks of the next kernel
+    # could begin on one multiprocessor, and none on another.
     shared = max(shape.shared_bytes(weight.k, rows, weight.group, weight.has_zeros), shared_bytes_of(x.device) // 2)
     kernel = _kernel("four_bits", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
     beside = min(tiles, max(1, num_sms(x.device) // shape.split))
@@ -191,7 +191,7 @@ def four_bits(
 
 
 def unpack4(weight: Packed, dtype: torch.dtype) -> Tensor:
-    """Returns W [N, K] in bf16 or fp16, rounded once. On a GPU."""
+    """Returns W [N, K] in bf16 or fp16, rounded once. Runs only on a GPU."""
     w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
     chunks = weight.records.shape[1]
     num = len(weight.records) * chunks
@@ -233,7 +233,7 @@ def four_bits_defines(
 
 
 def chunk_of(group: int) -> int:
-    """Columns of a record."""
+    """Returns the number of columns of a record."""
     return max(64, group)
 
 
@@ -243,6 +243,6 @@ def record_bytes(group: int, has_zeros: bool) -> int:
 
 
 def _slot_bytes(group: int, has_zeros: bool) -> int:
-    """A record in shared memory, where each lane has its own copy of its scales."""
+    """Returns the bytes of a record in shared memory, where each lane has a copy of its scales."""
     chunk = chunk_of(group)
     return 8 * chunk + 32 * 4 * (chunk // group) * (1 + has_zeros)

@@ -12,11 +12,11 @@ from engine.kernels.four_bits import STRIP, Packed, chunk_of, record_bytes
 from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, half, is_hopper, num_sms, shared_bytes_of
 
-ROWS = (16, 32, 64, 128)  # of x, that a kernel is compiled for
+ROWS = (16, 32, 64, 128)  # numbers of rows of x for which kernels are compiled
 _WARPS = 8
 _LEAST_STAGES, _MOST_STAGES = 3, 6
-_BYTES_BESIDE = 16  # of shared memory, beside the stages
-# With fewer tiles of two strips a warp for each multiprocessor, one strip is faster (measured on an H100).
+_BYTES_BESIDE = 16  # bytes of shared memory beside the stages
+# A warp takes two strips if that leaves at least this many tiles for each multiprocessor (measured on an H100).
 _LEAST_TILES = 0.5
 
 
@@ -26,9 +26,9 @@ class TiledShape:
 
     tall: int  # strips of a warp
     per_step: int  # records of a strip in a step
-    stages: int  # steps in shared memory or on their way there
+    stages: int  # steps that are in shared memory or being copied there
     blocks: int
-    wgmma: bool  # products by the instructions of sm_90a; else by those of sm_80
+    wgmma: bool  # whether products use the instructions of sm_90a, not those of sm_80
 
     def shared_bytes(self, rows: int, group: int, has_zeros: bool) -> int:
         return self.stages * _stage_bytes(self.tall, self.per_step, rows, group, has_zeros) + _BYTES_BESIDE
@@ -43,11 +43,11 @@ def padded(m: int) -> int:
 def tiled_shape(
     n: int, k: int, rows: int, group: int, has_zeros: bool, has_mins: bool, sms: int, most_bytes: int, wgmma: bool
 ) -> TiledShape | None:
-    """Returns the shape for W [n, k]; None if a block has not the registers or the shared memory.
+    """Returns the shape for W [n, k]. None if a block would need too many registers or too much shared memory.
 
     Args:
-        rows: of x, `padded`.
-        most_bytes: of shared memory that a block may have.
+        rows: rows of x, `padded`.
+        most_bytes: the most bytes of shared memory for a block.
     """
     if rows > 64 and (has_mins or group == 32):
         return None
@@ -58,14 +58,14 @@ def tiled_shape(
         stages = (most_bytes - _BYTES_BESIDE) // _stage_bytes(tall, per_step, rows, group, has_zeros)
         if stages >= _LEAST_STAGES:
             tiles, steps = -(-strips // (_WARPS * tall)), k // (per_step * chunk_of(group))
-            # Each block that shares a tile has fewer steps, and the last of them has more sums to add.
+            # With more blocks for a tile each block has fewer steps, but the tile's last block has more sums to add.
             blocks = min(sms, tiles * math.ceil(math.sqrt(steps)))
             return TiledShape(tall, per_step, min(_MOST_STAGES, stages), blocks, wgmma)
     return None
 
 
 def tiled_shape_of(m: int, weight: Packed) -> TiledShape | None:
-    """Returns the shape for m rows of x, up to the last of ROWS, on the device of `weight`; None as `tiled_shape`."""
+    """Returns the shape for m rows of x, m up to 128, on the device of `weight`. None as in `tiled_shape`."""
     device = weight.records.device
     matrix = weight.group, weight.has_zeros, weight.has_mins
     wgmma = is_hopper(device)
@@ -78,17 +78,17 @@ def four_bits_tiled(
     """Returns x W^T in x's dtype.
 
     Args:
-        x: [M, K] bf16 or fp16, M up to the last of ROWS, rows any multiple of 8 apart.
+        x: [M, K] bf16 or fp16, M up to 128. The row stride is a multiple of 8.
         shape: from `tiled_shape_of`.
         followed_by: as in `gemm_hopper`.
-        out: the result's place, or what it is added to. None makes a place. Rows any multiple of 2 apart.
+        out: the tensor that gets the result, or to which the result is added. None: a new tensor. The row stride is even.
     """
     m, n = len(x), len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows = padded(m)
     kernel = _kernel(rows, weight.group, weight.has_zeros, weight.has_mins, shape, followed_by, x.dtype, x.device)
-    # Each block may leave the sums of two tiles, of which it has only some steps.
+    # Each block may have only a part of the steps of two tiles, its first and its last. It leaves their sums here.
     partial = torch.empty(2 * shape.blocks * _WARPS * shape.tall * STRIP * rows, dtype=torch.float32, device=x.device)
     kernel(shape.blocks, x, weight.records, y, partial, weight.counters, m, n, weight.k, x.stride(0), y.stride(0))
     return y

@@ -1,8 +1,8 @@
 """x W^T in 16 bits for a matrix in 4 bits, with the operations around it.
 
-Few rows go through kernels that read W as it is: up to 8 through `four_bits`, on Hopper 9 to 32 through `few_rows`, and up to 64,
-or 128 of a large W, through `four_bits_tiled`. For more rows W is written out in 16 bits first, and the products of `linear`
-take it. docs/decisions/046 and 062.
+For few rows the kernels read W in 4 bits: `four_bits` for up to 8 rows, `few_rows` for 9 to 32 on Hopper, and `four_bits_tiled`
+for up to 64 rows, or 128 if W is large. For more rows W is first written out in 16 bits, and `linear` multiplies it
+(docs/decisions/046 and 062).
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 from engine.kernels.norm import rms_norm
 
-# Measured on an H100 (loadtests/results/kernels_four_bits.md): for more rows, writing a matrix out once takes less time.
+# For more rows, writing the matrix out takes less time (measured on an H100, loadtests/results/kernels_four_bits.md).
 _MOST_ROWS_IN_4_BITS = 64
-_LARGE, _MOST_ROWS_OF_LARGE = 1 << 23, 128  # values of W
+_LARGE, _MOST_ROWS_OF_LARGE = 1 << 23, 128  # the least number of values of a large W, and its limit of rows
 
 
 def linear4(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -43,7 +43,7 @@ def linear4_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None, eps: 
 
     Args:
         x: [T, K].
-        gate_up: [2 I, K], eight rows of G and eight rows of U in turn.
+        gate_up: [2 I, K], in which eight rows of G and eight rows of U alternate.
     Returns: [T, I].
     """
     if not _is_few(x, gate_up):
@@ -64,7 +64,7 @@ def _is_few(x: Tensor, weight: Packed) -> bool:
 
 
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Fills `out`, or adds to it."""
+    """Computes few rows: writes x W^T to `out`, or adds it to `out`. Returns `out`."""
     if len(x) <= MOST_ROWS:
         limits = num_sms(x.device), shared_bytes_of(x.device)
         shape = four_bits_shape(len(weight), weight.k, padded(len(x)), weight.group, weight.has_zeros, *limits)
@@ -79,6 +79,6 @@ def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: 
 
 
 def _parts(x: Tensor, weight: Packed, out: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows at once, or in two halves of about equal size where the kernel takes no more."""
+    """All rows, or two halves if the kernel does not take all rows at once. Each part comes with its part of `out`."""
     number = 1 if tiled_shape_of(len(x), weight) is not None else 2
     return zip(x.tensor_split(number), out.tensor_split(number), strict=True)

@@ -20,7 +20,7 @@ def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
 
 
 def plain_map(x: Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
-    """As `tensor_map`, with boxes of any size up to 256 in each dimension. Shared memory gets them as they are."""
+    """The same as `tensor_map`, with boxes of any size up to 256 in each dimension. They are not swizzled."""
     return _map(x, box, False)
 
 
@@ -39,7 +39,7 @@ def _map_of(
 
 
 class _Memory:
-    """Device memory as numbers of `size` bytes, of any dtype."""
+    """Device memory as numbers of `size` bytes, without a dtype."""
 
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
         self.__cuda_array_interface__ = {

@@ -29,7 +29,7 @@ from engine.run.runner import output_of
 
 log = logging.getLogger(__name__)
 
-# `CudaFlight.wait` polls for the end of passes of up to this many tokens. A thread that sleeps wakes up 0.05 ms late or more.
+# `CudaFlight.wait` polls for the end of a pass of up to this many tokens. A sleeping thread wakes up at least 0.05 ms late.
 _SHORT_TOKENS = 512
 _WHOLE = EmbedOptions()
 

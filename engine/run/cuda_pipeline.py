@@ -194,7 +194,7 @@ class CudaPipeline(StreamRunner):
         """
         Args:
             models: the models of all stages except the last one, whose model is in `network`.
-            packers, caches: those of each stage.
+            packers, caches: one for each stage.
         """
         super().__init__(network, packers[-1], caches[-1], caches[-1].device)
         self.num_stages = len(caches)

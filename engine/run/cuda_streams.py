@@ -48,7 +48,7 @@ MOST_PAGES = 32_768
 
 @dataclass(slots=True)
 class Extra:
-    """The tokens and scores of plain torch operations. n = rows that need more than the sampler's kernel."""
+    """Tokens and scores computed by torch operations. n = rows that need more than the sampler's kernel."""
 
     indices: list[int]  # the indices of these rows among the rows that choose a token
     sampled: Tensor  # [n, 4], in the form of `kernels.sample`
@@ -113,7 +113,7 @@ class StreamRunner:
     """Runs passes of streams on one GPU. Not thread-safe, except that any thread may wait for flights."""
 
     passes_in_flight, num_stages = 3, 1  # decode steps are short, and the host is late at times
-    speculation_rows = 64  # as for one row, the weights are read once
+    speculation_rows = 64  # for up to 64 rows the weights are read once, the same as for one row
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"
@@ -232,7 +232,7 @@ class StreamRunner:
         shape, _ = key
         with torch.inference_mode(), torch.cuda.device(self._device):
             room = shape.size + MOST_PAGES
-            if len(self._buffer) < room:  # a larger buffer would be another one, and earlier graphs would read the old one
+            if len(self._buffer) < room:  # the buffer cannot be replaced, because earlier graphs read its address
                 raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
             if eager_first:  # a capture can neither compile kernels nor load a library's
                 with torch.cuda.stream(self._stream):
@@ -265,7 +265,7 @@ class StreamRunner:
     def _extra(
         self, hidden: Tensor, shape: StreamShape, filled: Tensor, picks: NDArray[np.int32], chosen: Sequence[Row]
     ) -> Extra | None:
-        """Choose again for rows with masks, bias or penalties. Score the rows that ask for more than their token's score."""
+        """Choose again for rows with masks, bias or penalties. Compute the log-probabilities that the options ask for."""
         indices = [index for index, row in enumerate(chosen) if _needs_more(row)]
         if not indices:
             return None
@@ -295,7 +295,7 @@ class StreamRunner:
 
 
 def fill_padding(buffer: Tensor, shape: StreamShape) -> None:
-    """Turns a buffer of zeros into a batch without streams, which stores nothing in the cache."""
+    """Turns a buffer of zeros into a batch without streams. The batch stores nothing in the cache."""
     for part, column in (("slots", slice(None)), ("choices", (slice(None), SLOT))):
         shape.part(buffer, part)[column] = -1
 

@@ -35,9 +35,10 @@ def grow_in_place(device: torch.device) -> None:
 def keep_freed_memory() -> None:
     """Make the C library keep the memory that torch frees, instead of returning it to the system.
 
-    On a CPU every layer's output is a fresh allocation of a few MB. glibc returns such blocks to the kernel, so each layer
-    would fault its pages in again: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). All threads use one
-    arena, because only the first arena can grow without bound. Does nothing where there is no mallopt.
+    On a CPU every layer's output is a new allocation of a few MB. glibc returns such blocks to the kernel, so each layer
+    would fault its pages in again: 20,000 faults for 300 texts at 512 tokens a pass (docs/decisions/002). Asks for one arena,
+    because only the first arena can grow without bound. In Ray's processes glibc ignores this request (docs/decisions/057).
+    Does nothing without mallopt.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

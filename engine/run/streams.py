@@ -35,14 +35,14 @@ DECODE_SIZES = (1, 2, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 
 _DECODES_BESIDE, _CHUNKS = (0, 16, 64, 256), (1, 8, 64)
 MOST_GRAPH_ROWS = DECODE_SIZES[-1] + _CHUNKS[-1]  # the engine puts no more streams into a pass
 _BLOCKS_OF_SM = 2  # blocks of decode attention that share a multiprocessor
-# Passes of a cohort after which its keys are divided anew. Until then the longest items may not come first.
+# The keys of a cohort are divided again after this many passes. Until then the longest items may not come first.
 _ITEMS_LAST = 64
-_MOST_SHAPES = 4096  # that a packer keeps
+_MOST_SHAPES = 4096  # the most shapes that a packer keeps
 
 
 @dataclass(frozen=True)
 class StreamShape:
-    """The room of a batch. It decides the place of each part in the buffer."""
+    """The numbers of rows, tokens, items and tiles of a batch. They decide the place of each part in the buffer."""
 
     num_decodes: int
     num_chunk_tokens: int
@@ -130,7 +130,7 @@ class Laid:
         if together is not None and not pieces:
             self._lay(together)
             return
-        # By columns: a step of 256 streams has as many pieces, and this lies between two steps.
+        # By columns, because a step of 256 streams has 256 pieces, and the device may wait for this code.
         token_ids, starts, pages, rows, _, pooled, proposed = zip(*pieces, strict=True) if pieces else ((),) * 7
         count = len(pieces)
         self.together = together
@@ -197,9 +197,9 @@ class Items(NamedTuple):
     """How decode attention divides the keys of a cohort, kept for several passes."""
 
     packer: "StreamPacker"
-    number: int  # of the pass for which they were computed
+    number: int  # the number of the pass for which the items were computed
     items: Ints  # as `decode_items` gives them
-    grows: Ints  # 1 for the last part of a stream, which gets a key with each pass
+    grows: Ints  # 1 for the last part of a stream, which grows by a key with each pass; 0 for other parts
     are_whole: bool  # each stream has one part
     turns_at: int  # the first pass in which a stream begins a page
 
@@ -305,7 +305,7 @@ class StreamPacker:
         self._fill_choices(part["choices"], shape, laid)
 
     def _fill_items(self, places: Ints, laid: Laid, window: int | None) -> None:
-        """How decode attention divides the keys. Most passes of a cohort alone only add a key to each stream."""
+        """Writes how decode attention divides the keys. Most passes of a cohort alone only add a key to each stream."""
         decodes = laid.num_decodes
         together = laid.together if laid.num_together == decodes and window is None else None
         if together is not None and (kept := self._kept_items(together)) is not None:
@@ -321,7 +321,7 @@ class StreamPacker:
             together.roster.packed = Items(self, together.number, items, grows, are_whole, together.roster.columns.turns_at)
 
     def _kept_items(self, together: CohortPass) -> Items | None:
-        """The items of an earlier pass, if they divide the keys of this one, too.
+        """The items of an earlier pass, if they divide the keys of this pass, too.
 
         A stream that begins a page may get another number of parts, unless each stream has one part.
         """

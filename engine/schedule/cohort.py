@@ -1,7 +1,7 @@
-"""A cohort: the streams of which each pass computes the token that the pass before has chosen.
+"""A cohort: streams that take part in every pass. Each pass computes the token that the previous pass has chosen.
 
-Nothing but counters changes for such a stream from pass to pass. So a cohort keeps what passes need to know of its streams as
-columns, in arrays, and no object of a stream is touched until something else happens to it (docs/decisions/052).
+From pass to pass only counters of such a stream change. So a cohort keeps the inputs of its passes in arrays, with a row for each
+stream. A pass touches no `Stream` object, unless the stream ends or leaves the cohort (docs/decisions/052).
 """
 
 from collections import Counter, deque
@@ -24,44 +24,44 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
-Listener = Callable[[Ints, Ints], None]  # the keys of streams, and the id of the token of each
-# Delivered tokens of a stream that wait for somebody to read its answer: at first, and at most.
+Listener = Callable[[Ints, Ints], None]  # called with the keys of streams, and with one token id for each key
+# The first and the largest width of the log. The log has the delivered tokens of a stream until somebody reads the answer.
 _LOGGED, _MOST_LOGGED = 256, 4096
 
 
 @dataclass(slots=True, eq=False)
 class Roster:
-    """The streams of a cohort from one change to the next. n = streams."""
+    """The streams of a cohort between two changes of its streams. n = streams."""
 
     streams: "list[Stream]"
-    slots: Longs  # [n] the row of each in the cohort's arrays
+    slots: Longs  # [n] the row of each stream in the cohort's arrays
     columns: Columns
-    keys: Ints  # [n] `Stream.key` of each
-    listeners: list[tuple[Listener, Longs, Ints]]  # the different `Stream.on_tokens`, the streams that each has, and their keys
-    alone: Longs  # the streams with `Stream.on_token` alone
-    on_passes: list[Callable[[], None]]  # the different `Stream.on_pass`
+    keys: Ints  # [n] `Stream.key` of each stream
+    listeners: list[tuple[Listener, Longs, Ints]]  # each distinct `Stream.on_tokens`, the rows of its streams, and their keys
+    alone: Longs  # the rows of streams that have `Stream.on_token`, but no `Stream.on_tokens`
+    on_passes: list[Callable[[], None]]  # each distinct `Stream.on_pass`
     stops: Ints  # [n, most] ids that end a stream; -1 for none
     has_stops: bool
-    ends_at: Longs  # [n] the number of the pass that chooses the last token which the stream may have
+    ends_at: Longs  # [n] the number of the pass that chooses the stream's token number `max_tokens`
     first_end: int  # the lowest of `ends_at`
-    packed: Any = None  # what packing keeps from pass to pass (`engine/run/streams.py`)
+    packed: Any = None  # arrays that packing keeps from pass to pass (`engine/run/streams.py`)
 
 
 @dataclass(eq=False, slots=True)
 class CohortPass:
-    """What one pass computes of a cohort: a token of each stream. n = streams. Rows are indices of `roster.streams`.
+    """One token of each stream of a cohort, computed by one pass. n = streams. Rows are indices of `roster.streams`.
 
-    It stands in the place of a request, with one slice of n tokens. Nobody changes its arrays.
+    A `CohortPass` takes the place of a request that has one slice of n tokens. Nobody changes its arrays.
     """
 
-    number: int  # of the cohort's passes
+    number: int  # the cohort's passes are numbered from 1
     roster: Roster
     starts: Longs  # [n] the position of the token that is computed
-    token_ids: Ints  # [n] each is foreseen (`engine/schedule/piece.py`)
+    token_ids: Ints  # [n] `last_token(page)` of each stream (`engine/schedule/piece.py`)
     pages: Ints  # the pages of all streams
     page_offsets: Longs  # [n] where the pages of each stream begin in `pages`
     choices: Ints  # [n, 8], as `choices_of` gives them
-    last: list[int]  # rows whose stream gets the last token that it may have
+    last: list[int]  # rows whose stream reaches `max_tokens` in this pass
     left: list[int] = field(default_factory=list)  # rows whose stream has left the cohort since the pass was scheduled
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class CohortPass:
             stream.fail(error)
 
     def exceptions(self, chosen: Ints) -> list[int]:
-        """The rows whose stream does not just go on with the chosen token. `chosen`: [n, 4], as `kernels.sample` gives it."""
+        """The rows whose stream ends or has left, or whose logits are not finite. `chosen`: [n, 4] from `kernels.sample`."""
         found = {*self.last, *self.left}
         if self.roster.has_stops and (ends := chosen[:, :1] == self.roster.stops).any():
             found.update(np.flatnonzero(ends.any(1)).tolist())
@@ -89,7 +89,7 @@ class CohortPass:
         return sorted(found)
 
     def tell(self, token_ids: Ints, skipped: list[int]) -> None:
-        """Tell the callers the tokens [n], but for the skipped rows. A caller whose code raises fails."""
+        """Give the tokens [n] to the callers, without the skipped rows. If a caller's function raises, its stream fails."""
         told = np.ones(len(self), np.bool_)
         told[skipped] = False
         for listener, rows, keys in self.roster.listeners:
@@ -107,35 +107,35 @@ class CohortPass:
 
 
 class Cohort:
-    """Hold the scheduler's lock to call anything here but `flush`, which takes it."""
+    """Hold the scheduler's lock to call any method except `flush`. `flush` takes the lock."""
 
     def __init__(self, pool: Pages, most: int, lock: AbstractContextManager[Any]) -> None:
-        """`most`: streams at most."""
-        self.num_scheduled, self.num_delivered = 0, 0  # passes; the number of the last one that was delivered
+        """`most`: the largest number of streams."""
+        self.num_scheduled, self.num_delivered = 0, 0  # the numbers of the last scheduled and the last delivered pass
         self.most, self._pool, self._lock = most, pool, lock
         self._streams: dict[Stream, None] = {}  # in the order in which they have joined
-        self._order = np.zeros(0, np.int64)  # the slot of each
-        self._free = list(range(most - 1, -1, -1))  # slots
-        self._roster: Roster | None = None  # None after a change
+        self._order = np.zeros(0, np.int64)  # the slot of each stream, in the same order
+        self._free = list(range(most - 1, -1, -1))  # free slots
+        self._roster: Roster | None = None  # None after a change of the streams
         self._under_way: deque[CohortPass] = deque()
-        self._on_passes = Counter[Callable[[], None]]()  # by the streams that have it
-        self._listeners = Counter[Listener]()
-        self._numbers: dict[Listener, int] = {}  # each has a number that no other one has had
+        self._on_passes = Counter[Callable[[], None]]()  # the number of streams of each function
+        self._listeners = Counter[Listener]()  # the number of streams of each function
+        self._numbers: dict[Listener, int] = {}  # no number is used twice
         self._next_number = count()
         # Arrays with a row for each slot.
         self._first = np.zeros(most, np.int64)  # the position in pass 0
-        self._ends_at = np.zeros(most, np.int64)  # the number of the pass that chooses the last token
+        self._ends_at = np.zeros(most, np.int64)  # as in `Roster`
         self._prompt = np.zeros(most, np.int64)  # tokens of the prompt
         self._num_pages = np.zeros(most, np.int64)
-        self._seeds = np.zeros(most, np.uint64)  # mixed
+        self._seeds = np.zeros(most, np.uint64)  # from `mixed_seed`
         self._choices = np.zeros((most, NUM_CHOICES), np.int32)
         self._pages = np.zeros((most, 8), np.int32)
         self._stops = np.full((most, 2), -1, np.int32)
         self._keys = np.zeros(most, np.int32)
         self._heard_by = np.zeros(most, np.int64)  # the number of the listener; -1: `Stream.on_token`, -2: nobody
-        self._log = np.zeros((most, _LOGGED), np.int32)  # delivered tokens, by the number of the pass modulo the width
-        self._flushed = [0] * most  # the number of the last pass whose token the stream's answer has
-        self._not_flushed = 0  # no stream's answer lacks the token of an earlier pass
+        self._log = np.zeros((most, _LOGGED), np.int32)  # delivered tokens; the column is the pass's number modulo the width
+        self._flushed = [0] * most  # the number of the last pass whose token is in the stream's answer
+        self._not_flushed = 0  # all tokens of passes up to this number are in the answers
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -145,7 +145,7 @@ class Cohort:
         return list(self._streams)
 
     def add(self, stream: "Stream") -> None:
-        """The stream's last token is known to the device: a pass that runs ahead has chosen it, or will have."""
+        """Add a stream. Its last token must be known to the device: a pass has chosen the token, or a pass under way will."""
         slot, options = self._free.pop(), stream.options
         self._streams[stream], self._order, self._roster = None, np.append(self._order, slot), None
         first = stream.num_computed - (self.num_scheduled + 1)
@@ -171,7 +171,7 @@ class Cohort:
         stream.join(self, slot)
 
     def remove(self, stream: "Stream") -> None:
-        """The stream goes on by itself, or has ended. The passes under way still compute its tokens."""
+        """Remove a stream that has ended or continues alone. The passes under way still compute its tokens."""
         slot = stream.slot
         for each in self._under_way:
             if each.number > stream.joined_at:
@@ -192,7 +192,7 @@ class Cohort:
                 del self._on_passes[stream.on_pass]
 
     def schedule(self) -> "tuple[CohortPass | None, list[Stream]]":
-        """The next pass of all streams; None if there are none. And the streams that have left it, because no page is free."""
+        """The next pass of all streams, or None without streams. And the streams that have left, because no page is free."""
         number = self.num_scheduled + 1
         without_page = self._take_pages(number)
         if not self._streams:
@@ -208,7 +208,7 @@ class Cohort:
         return scheduled, without_page
 
     def _take_pages(self, number: int) -> "list[Stream]":
-        """A page for each stream whose pages are full. Returns: those that get none, which have left."""
+        """Take a page for each stream whose pages are full. Returns: the streams without a page, which have left."""
         without: list[Stream] = []
         roster = self._roster
         if roster is not None and number < roster.columns.turns_at:
@@ -231,7 +231,7 @@ class Cohort:
         return without
 
     def _new_roster(self, number: int) -> Roster:
-        """`number`: of the next pass."""
+        """`number`: the number of the next pass."""
         slots = self._order
         heard_by, keys, ends_at, stops = self._heard_by[slots], self._keys[slots], self._ends_at[slots], self._stops[slots]
         order = np.argsort(heard_by, kind="stable")
@@ -264,13 +264,13 @@ class Cohort:
         )
 
     def delivered(self, ended: CohortPass, chosen: Ints) -> list[int]:
-        """A pass has ended. The streams that just go on have their tokens now.
+        """Log the tokens of a pass that has ended.
 
         Args:
             chosen: [n, 4], as `kernels.sample` gives it.
-        Returns: the other rows, whose streams are to take their tokens themselves.
+        Returns: the rows of `CohortPass.exceptions`. The caller gives each of their streams its token.
         """
-        while self._under_way and self._under_way[0].number <= ended.number:  # earlier ones could not be launched
+        while self._under_way and self._under_way[0].number <= ended.number:  # earlier passes could not be launched
             self._under_way.popleft()
         for row in ended.left:
             ended.streams[row].num_foreseen -= 1
@@ -281,12 +281,12 @@ class Cohort:
         for stream in [ended.streams[row] for row in exceptions]:
             if stream.cohort is self:
                 self.flush(stream)
-                self._flushed[stream.slot] = ended.number  # it takes this token itself
+                self._flushed[stream.slot] = ended.number  # the caller adds this token to the answer
         self.num_delivered = ended.number
         return exceptions
 
     def _make_room(self, number: int) -> None:
-        """Makes the log wide enough for the token of pass `number`."""
+        """Make room in the log for the token of pass `number`: widen the log, or flush all streams."""
         self._not_flushed = min((self._flushed[stream.slot] for stream in self._streams), default=number)
         width = self._log.shape[1]
         if number - self._not_flushed < width:
@@ -314,7 +314,7 @@ class Cohort:
                 stream.add_to_answer(self._log[stream.slot, logged].tolist())
 
     def forget(self, abandoned: CohortPass) -> None:
-        """The pass was not launched. Its streams have their tokens of it from other passes, or never."""
+        """The pass was not launched. Other passes compute these tokens, unless their streams end first."""
         self._under_way.remove(abandoned)
 
     def dissolve(self) -> "list[Stream]":
@@ -326,7 +326,7 @@ class Cohort:
 
 
 def _with_width(column: Ints, width: int, value: int) -> Ints:
-    """The column itself, or one twice as wide if it is narrower than `width`."""
+    """The same array, if it has at least `width` columns. Otherwise a copy with at least twice as many, filled with `value`."""
     if column.shape[1] >= width:
         return column
     wider = np.full((len(column), max(width, 2 * column.shape[1])), value, np.int32)

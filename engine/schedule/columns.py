@@ -1,7 +1,7 @@
-"""What the passes of a cohort need of its streams, as arrays with a row for each stream.
+"""The inputs of a cohort's passes: arrays with a row for each stream.
 
-Most of it stays the same from pass to pass. A position goes on by one, a page lasts for many passes, and random numbers are drawn
-for several passes at once. So a pass takes a few operations of numpy, however many streams there are.
+Most of them stay the same from pass to pass. A position grows by one, a page lasts for many passes, and random numbers are drawn
+for several passes at once. So a pass takes a few operations of numpy, for any number of streams.
 """
 
 from typing import NamedTuple
@@ -14,35 +14,35 @@ from engine.draws import SLOT, WORDS, words_of
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
-# Up to so many numbers, each stream's pages have the room of the widest row. Beyond that they lie without gaps.
+# Up to this many page numbers, each stream has as many columns as the stream with the most pages. Larger arrays have no gaps.
 _MOST_PADDED = 8192
-# Passes whose random numbers are drawn at once. The first passes of new columns draw for fewer: a stream may soon join or leave.
+# Random numbers are drawn for this many passes at once. The first draws are for fewer passes: a stream may soon join or leave.
 _MOST_DRAWN = 32
 
 
 class OfPass(NamedTuple):
-    """The columns of one pass. n = streams. Nobody changes the arrays: several passes may have the same."""
+    """The columns of one pass. n = streams. Nobody changes the arrays, because several passes may share them."""
 
     starts: Longs  # [n] the position of the token that is computed
-    token_ids: Ints  # [n] each is foreseen (`engine/schedule/piece.py`)
+    token_ids: Ints  # [n] `last_token(page)` of each stream (`engine/schedule/piece.py`)
     pages: Ints  # the pages of all streams
     page_offsets: Longs  # [n] where the pages of each stream begin in `pages`
     choices: Ints  # [n, 8], as `choices_of` gives them
 
 
 class Columns:
-    """The columns of a cohort from one change of its streams to the next. Passes have consecutive numbers."""
+    """The columns of a cohort between two changes of its streams. Passes have consecutive numbers."""
 
     def __init__(
         self, number: int, first: Longs, pages: Ints, choices: Ints, seeds: NDArray[np.uint64], prompt: Longs, page_size: int
     ) -> None:
         """
         Args:
-            number: of the first pass.
-            first: [n] the position of each stream in pass 0, which may be negative.
-            pages: [n, most] the pages of each stream. Those of the first pass's position and of the one before are there.
-            choices: [n, 8] as `choices_of` gives them, without random numbers and slots. They belong to the columns now.
-            seeds: [n] mixed.
+            number: the number of the first pass.
+            first: [n] the position of each stream in pass 0. The position may be negative.
+            pages: [n, most] the pages of each stream, up to the position of the first pass.
+            choices: [n, 8] as `choices_of` gives them, without random numbers and slots. The caller no longer uses the array.
+            seeds: [n] from `mixed_seed`.
             prompt: [n] tokens of the prompt.
         """
         self._first, self._size, self._choices = first, page_size, choices
@@ -54,7 +54,7 @@ class Columns:
         self._drawn, self._drawn_from = np.zeros((0, len(first), 2), np.int32), number
 
     def turn(self, number: int, pages: Ints) -> None:
-        """The position of pass `number` begins a page of some stream."""
+        """Read the pages again. Called before pass `number`, in which the position of some stream begins a page."""
         starts = self._first + number
         page = pages[self._rows, starts // self._size]
         self._foreseen_next = -1 - page
@@ -69,7 +69,7 @@ class Columns:
         self.turns_at = number + int((self._size - starts % self._size).min())  # the next pass to call `turn` for
 
     def of_pass(self, number: int) -> OfPass:
-        """Called once for each number, after `turn`."""
+        """The columns of pass `number`. Called once for each number, after `turn`."""
         token_ids, self._foreseen = self._foreseen, self._foreseen_next
         return OfPass(self._first + number, token_ids, self._pages, self._offsets, self._choices_of(number))
 

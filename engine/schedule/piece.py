@@ -21,11 +21,11 @@ class Piece(NamedTuple):
 
     token_ids: TokenIds  # the host does not know an id below 0: it is `last_token(page)` of the page of the token before it
     start: int  # the position of the first of these tokens
-    pages: tuple[int, ...]  # the pages of all tokens of the sequence, also of these tokens
+    pages: tuple[int, ...]  # the pages of all tokens of the sequence, including these tokens
     row: Row | None  # the choice of the next token; None if the stream continues in a later pass, or ends without a token
     scored: Scored | None = None
     pooled: EmbedOptions | None = None  # the options of the vector; None if the piece ends no sequence
-    is_proposed: bool = False  # the pass verifies its token; pieces of the same stream come before it
+    is_proposed: bool = False  # the pass verifies the piece's token; earlier pieces of the pass belong to the same stream
 
 
 def last_token(page: int) -> int:

@@ -1,14 +1,14 @@
-"""Requests that wait for the device, and the slices of them that fit into one pass.
+"""Requests that wait for the device, and the slices of these requests that fit into one pass.
 
-A pass has room for a number of tokens. Interactive requests fill it first, batch requests take what is left
-(docs/decisions/013). Tokens of one priority are shared by deficit round robin, first between owners, then between the requests
-of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a quarter of
-a pass of each other owner, however much they have sent. Without API keys all requests have one owner.
+A pass has room for a number of tokens. Interactive requests fill a pass first, batch requests take the rest
+(docs/decisions/013). Requests of one priority share the tokens by deficit round robin, first between owners, then between the
+requests of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a
+quarter of a pass of each other owner, even if they have sent much more. Without API keys all requests have one owner.
 
 A request's first turn comes before later turns of its owner's other requests. So a short request waits for one pass or two, not
-for a turn of each large request that waits. Later turns get a quarter of the tokens while first turns wait.
+for a turn of each large request in the queue. Later turns get a quarter of the tokens while first turns wait.
 
-A sequence is never stepped over because a shorter one would fit: a long text waits for one pass, not for a quiet hour.
+If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
 """
 
 import sys
@@ -23,20 +23,21 @@ from typing import Any
 from engine.errors import DeadlinePassed
 from engine.schedule.request import Slice, Waiting
 
-# Batch requests go first for one pass when nothing of them was scheduled for so long.
+# If no batch request was scheduled for this long, batch requests go first for one pass.
 BATCH_WAITS_S = 10.0
-# The share of an owner, or of a request, in each round: a pass divided by this number. Later turns get the same share of what an
-# owner gets, while first turns wait.
+# The share of an owner, or of a request, in each round: a pass divided by this number. While first turns wait, later turns get
+# the same share of their owner's tokens.
 SHARE = 4
-# Requests that are over leave the queue at the front. More of them than this, and than half of the queue, leave at once.
+# Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
+# of them are removed at once.
 _MOST_OVER = 64
 
 
 class Queue:
     """Interactive and batch requests, scheduled up to `max_batch_tokens` tokens and `max_batch_seqs` sequences a pass.
 
-    A sequence longer than the budget gets a pass of its own. `lock` guards the queue: hold it to call anything here. A
-    future that ends, in whatever thread, takes it too, because a request that is cancelled counts no longer.
+    A sequence longer than the budget gets a pass of its own. Hold `lock` to call any method. When a request's future ends, the
+    thread that ends it takes the lock, too: the queue no longer counts the request.
     """
 
     def __init__(
@@ -75,28 +76,28 @@ class Queue:
         request.future.add_done_callback(forget)
 
     def add_first(self, request: Waiting) -> None:
-        """Put a request that was here before in front of all others of its priority and owner."""
+        """Add a preempted request in front of all others of its priority and owner."""
         self._of(request).add(request, first=True)
 
     def _of(self, request: Waiting) -> "_Priority":
         return self.interactive if request.priority == "interactive" else self.batch
 
     def tokens_ahead(self, request: Waiting) -> int:
-        """The most tokens that passes take of other requests before the last of this one, were it added now.
+        """The most tokens of other requests that passes take before this request's last token, if it is added now.
 
         Each other request, or owner, counts with all of its tokens, or with its share of the rounds that this request takes. If
-        this request ends with its first turn, later turns of its owner count only with the part that they get meanwhile.
+        one turn is enough for this request, later turns of its owner count only with their share during that time.
         """
         queue = self._of(request)
         ahead = queue.tokens_ahead(request)
         return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
 
     def schedule(self, now: float, slices: list[Slice] | None = None, num_seqs: int = 0) -> list[Slice]:
-        """Take the slices of the next pass; none where nothing waits. Requests that are late hear DeadlinePassed.
+        """Take the slices of the next pass; none if nothing waits. Late requests fail with DeadlinePassed.
 
         Args:
-            slices: what the pass has already; the result begins with them.
-            num_seqs: the sequences of these slices.
+            slices: the slices that the pass already has. The result begins with them.
+            num_seqs: the number of sequences of these slices.
         """
         if now >= self._first_deadline:
             self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
@@ -111,18 +112,18 @@ class Queue:
         return slices
 
     def drain(self) -> list[Waiting]:
-        """Take out every request, to tell the callers that nobody will compute it."""
+        """Remove and return all requests. The caller fails them."""
         return [*self.interactive.drain(), *self.batch.drain()]
 
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """The requests of one owner. Each deque is in the order of `Waiting.turn`: who waits for longer has the lower number."""
+    """The requests of one owner. Each deque is in the order of `Waiting.turn`: the longest waiting request comes first."""
 
     owner: str
-    fresh: deque[Waiting] = field(default_factory=deque)  # those whose first turn is to come or under way
-    requests: deque[Waiting] = field(default_factory=deque)  # the others
-    overtaken: int = 0  # tokens of fresh requests that went past `requests`, less what `requests` has taken for them
+    fresh: deque[Waiting] = field(default_factory=deque)  # requests whose first turn has not ended
+    requests: deque[Waiting] = field(default_factory=deque)  # all other requests
+    overtaken: int = 0  # tokens of `fresh` that overtook `requests`, minus `SHARE - 1` for each token that `requests` has taken
     first_turns: int = 0  # tokens that `fresh` takes in first turns
     num_tokens: int = 0
     num_requests: int = 0
@@ -133,7 +134,7 @@ class _Line:
         yield from self.requests
 
     def next(self, most_overtaken: int) -> deque[Waiting] | None:
-        """The deque whose front request is served next. None if nothing waits. Drops what is over from the fronts."""
+        """The deque whose front request is served next. None if nothing waits. Removes requests that are over at the fronts."""
         for each in (self.fresh, self.requests):
             while each and not each[0].waiting_tokens:
                 each.popleft()
@@ -143,14 +144,14 @@ class _Line:
         return self.requests if overtakes and self.overtaken >= most_overtaken else self.fresh
 
     def took(self, served: deque[Waiting], num_tokens: int) -> None:
-        """Count tokens of the front request of `served`."""
+        """Count tokens that a pass takes of the front request of `served`."""
         if served is self.requests:
             self.overtaken = max(0, self.overtaken - (SHARE - 1) * num_tokens)
         elif self.requests and served[0].turn > self.requests[0].turn:
             self.overtaken += num_tokens
 
     def end_turn(self, served: deque[Waiting], turn: int) -> None:
-        """The turn of the front request of `served` is over. It waits for the given turn, unless all of it was scheduled."""
+        """End the turn of the front request of `served`. The request waits for the given turn, if it has tokens left."""
         request = served.popleft()
         self.set_first_turn(request, 0)
         if request.waiting_tokens:
@@ -163,7 +164,7 @@ class _Line:
         request.first_turn = num_tokens
 
     def drop_over(self) -> None:
-        """Remove the requests that are over, wherever they are."""
+        """Remove all requests that are over."""
         for each in (self.fresh, self.requests):
             waiting = [request for request in each if request.waiting_tokens]
             each.clear()
@@ -179,7 +180,7 @@ class _Priority:
         self._lines: dict[str, _Line] = {}  # by owner
         self._order: deque[_Line] = deque()
         self._scheduled_at = -inf
-        self._num_turns = 0  # that requests have begun to wait for
+        self._num_turns = 0  # the number of the last turn that a request waits for
         self._most_overtaken = (SHARE - 1) * quantum
 
     def add(self, request: Waiting, first: bool = False) -> None:
@@ -205,7 +206,7 @@ class _Priority:
         return self._num_turns
 
     def forget(self, request: Waiting) -> None:
-        """Count a request no longer: all of it was scheduled, or it is over. It leaves when it comes to the front."""
+        """Stop counting a request that is over. The request is removed when it comes to the front."""
         if request.waiting_tokens:
             line = self._lines[request.owner]
             self.num_inputs -= request.num_inputs
@@ -216,7 +217,7 @@ class _Priority:
                 line.drop_over()
 
     def tokens_ahead(self, request: Waiting) -> int:
-        """As `Queue.tokens_ahead`, of this priority alone."""
+        """The same as `Queue.tokens_ahead`, for this priority alone."""
         line, own = self._lines.get(request.owner), 0
         if line is not None:
             own = min(line.num_tokens, line.num_requests * (request.num_tokens + self.quantum))
@@ -226,21 +227,21 @@ class _Priority:
         return own + sum(min(each.num_tokens, share) for each in self._lines.values() if each is not line)
 
     def waits_s(self, now: float) -> float:
-        """How long nothing of this priority was scheduled; 0 where nothing waits."""
+        """Seconds since a request of this priority was scheduled, while one waits. 0 if nothing waits."""
         front = self._next()
         return now - max(self._scheduled_at, front[0].submitted_at) if front is not None else 0.0
 
     def schedule(self, slices: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
-        """Add slices that fit into `room`, tokens and sequences; at least one to an empty list. Returns the room left.
+        """Add the slices that fit into `room` (tokens, sequences). An empty list gets at least one slice. Returns the room left.
 
-        A request whose next sequence finds no pages keeps its place, and nobody behind it takes pages. Requests that need none go
-        past it.
+        If no pages are free for a request's next sequence, the request keeps its place, and no request behind it takes pages.
+        Requests that already have pages overtake it.
         """
         held: list[tuple[_Line, deque[Waiting], Waiting]] = []
         fits = True
         while fits and room[0] > 0 and room[1] > 0 and (served := self._next()) is not None:
             line, request = self._order[0], served[0]
-            if len(self._order) > 1 and not self._has_credit(line):  # its last sequence was longer than a share
+            if len(self._order) > 1 and not self._has_credit(line):  # the line's last sequence was longer than a share
                 self._order.rotate(-1)
                 continue
             if not self._has_credit(request):
@@ -262,7 +263,7 @@ class _Priority:
         return room
 
     def _has_credit(self, member: _Line | Waiting) -> bool:
-        """Whether a line or a request may take tokens now. It gets the credit of its round here."""
+        """Whether a line or a request may take tokens now. If its credit is used up, a new round gives it credit first."""
         if member.credit <= 0:
             member.credit += self.quantum
         return member.credit > 0
@@ -270,14 +271,14 @@ class _Priority:
     def _take_slice(
         self, line: _Line, served: deque[Waiting], slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
-        """Add the next slice of the front request of `served`. Returns the room left, and False where the slice does not fit."""
+        """Add the next slice of the front request of `served`. Returns the room left, and False if the slice does not fit."""
         tokens, seqs = room
         request = served[0]
         inputs = request.num_inputs
         part = request.next_slice(tokens, alone=not slices)
         if part is None:
             if served is line.requests:
-                line.overtaken = self._most_overtaken  # else what is fresh could keep the next pass too full for it as well
+                line.overtaken = self._most_overtaken  # so this request goes first in the next pass, before `fresh` fills it
             return room, False
         slices.append(part)
         length = part.stop - part.start
@@ -298,7 +299,7 @@ class _Priority:
         return (tokens - length, seqs - 1), True
 
     def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
-        """Subtract tokens of the request that wait no longer."""
+        """Subtract tokens of the request that no longer wait."""
         request.waiting_tokens -= num_tokens
         line.set_first_turn(request, min(request.first_turn, request.waiting_tokens))
         line.num_tokens -= num_tokens
@@ -319,7 +320,7 @@ class _Priority:
         return None
 
     def drop_late(self, now: float) -> float:
-        """Tell the requests whose deadline has passed. Returns the first deadline of the others."""
+        """Fail the requests whose deadline has passed. Returns the first deadline of the others."""
         first = inf
         for request in [each for line in self._order for each in line]:
             if request.waiting_tokens and request.deadline <= now:

@@ -1,4 +1,4 @@
-"""Requests for the device: their progress, and the slices of their sequences. A stream is one kind of them."""
+"""Requests for the device: their progress, and the slices of their sequences. A stream is a request, too."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ _OVER = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
 class _Future(Future[Any]):
     """A future that forgets its callbacks after it has called them.
 
-    The callbacks refer to the request, and the request to its future. Servers search for such cycles seldom (docs/decisions/026).
+    The callbacks refer to the request, and the request to its future. Such a cycle would wait for the garbage collector, which
+    servers run seldom (docs/decisions/026).
     """
 
     def done(self) -> bool:
@@ -44,7 +45,7 @@ class Waiting(ABC):
     priority: Priority = "interactive"
     owner: str = ""  # the queue first shares tokens between owners
     deadline: float = inf
-    limit: float = inf  # like `deadline`, but only for the decision at arrival
+    limit: float = inf  # a deadline that is only checked when the request arrives
     future: "Future[Any]" = field(default_factory=_Future)
     submitted_at: float = field(default_factory=perf_counter)
     first_scheduled_at: float | None = None

@@ -1,7 +1,7 @@
-"""When the next pass starts and what it computes: the queue, the passes under way, and the device's rates. No torch here.
+"""Decides when the next pass starts, and which slices it computes. Imports no torch.
 
 On a GPU two passes are under way: while one computes, the next is scheduled and queued behind it. A pass that would not fill
-the token budget is scheduled as late as the device allows, so that requests that arrive meanwhile still join it.
+the token budget is scheduled as late as the device allows. Requests that arrive until then still join the pass.
 
 A decode step takes a few milliseconds, and a thread may wait as long for the interpreter. So passes of streams are queued
 `_AHEAD_S` ahead, up to three at a time (docs/decisions/060).
@@ -24,16 +24,16 @@ from engine.schedule.rates import Rates
 from engine.schedule.request import Request, Slice, Waiting
 from engine.schedule.stream import Stream, Streams
 
-# The next pass is scheduled this long before the running one should end, besides the time that a launch takes.
+# The next pass is scheduled this long before the running pass should end, plus the time of a launch.
 _MARGIN_S = 0.0005
-# The device always has so much work of streams, if the passes in flight allow.
+# While streams decode, the device has this many seconds of work queued, unless `most_in_flight` passes are under way.
 _AHEAD_S = 0.005
-# Tokens/s before any pass was measured.
+# The assumed rate in tokens/s until a pass was measured.
 _TOKENS_PER_S = 1_000.0
 
 
 class Scheduler:
-    """Hold `lock` to call anything here."""
+    """Hold `lock` to call any method."""
 
     def __init__(
         self,
@@ -48,24 +48,24 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            most_in_flight: passes that may be under way at once.
-            pages: of the cache of a model that generates.
-            num_stages: devices that compute a pass one after the other. Without more passes in flight than stages, no stream runs
-                ahead in a pipeline.
+            most_in_flight: the number of passes that may be under way at the same time.
+            pages: the KV-cache pages of a model that generates.
+            num_stages: the number of devices that compute a pass one after the other. In a pipeline streams run ahead only if
+                `most_in_flight` is larger than this number.
             speculation_rows, cohort_size: as in `Runner`.
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
         self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows, cohort_size, lock)
         self.rates = Rates(max_batch_tokens)
-        # When the device should have finished the passes under way, by `perf_counter`; of several stages the first one.
+        # The reading of `perf_counter` at which the device, or the first stage, should have finished the passes under way.
         self.free_at = 0.0
         self.running_tokens = 0
         self._max_batch_seqs, self._lock = max_batch_seqs or sys.maxsize, lock
         self._most_in_flight, self._num_stages = most_in_flight, num_stages
         self._runs_ahead = num_stages == 1 or most_in_flight > num_stages
-        self._in_flight: deque[float] = deque()  # seconds foreseen for each pass, in order
+        self._in_flight: deque[float] = deque()  # the predicted seconds of each pass under way, the oldest first
         self._launch_s, self._scheduled_at = 0.0, 0.0
-        self._alone: deque[Slice] = deque()  # sequences to compute again, each in a pass of its own
+        self._alone: deque[Slice] = deque()  # slices to compute again, each in a pass of its own
         self._was_alone = False
 
     @property
@@ -79,12 +79,12 @@ class Scheduler:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether streams wait for tokens of a pass under way, as those do that speculate or have a grammar."""
+        """Whether streams wait for tokens of a pass under way. Streams that speculate or have a grammar wait for each token."""
         return self.streams is not None and bool(self._in_flight) and self.streams.pages.num_streams > len(self.streams)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a pass waits behind the one that computes, so that the next one is in no hurry. Of a model that generates."""
+        """Whether streams decode and a second pass is queued behind the pass that computes. The next pass is then not urgent."""
         return bool(self.streams) and self._num_stages == 1 and len(self._in_flight) > 1
 
     @property
@@ -94,7 +94,7 @@ class Scheduler:
 
     @property
     def running_s(self) -> float:
-        """Seconds that the passes under way take as a whole, at the measured rate."""
+        """Seconds that the passes under way take in total, at the measured rate."""
         return self.running_tokens / (self.rates.tokens_per_s or _TOKENS_PER_S)
 
     @property
@@ -103,30 +103,29 @@ class Scheduler:
         return self.queue.num_tokens / self.rates.tokens_per_s if self.rates.tokens_per_s else 0.0
 
     def add(self, request: Waiting) -> None:
-        """Queue a request or a stream. What nobody can compute, or not in time, hears so at once."""
+        """Queue a request or a stream. A request that cannot be computed, or not in time, fails at once."""
         if self.streams is not None:
             request.pool = self.streams.pages
         if (refusal := request.refusal()) is not None:
             request.fail(refusal)
         elif min(request.deadline, request.limit) == inf or self._is_in_reach(request):
             self.queue.add(request)
-            # The queue's own callback comes first: a request that has left the queue gets no pages any more.
+            # The queue's own callback runs before this one. After it the request can get no further pages.
             if self.streams is not None:
                 request.future.add_done_callback(partial(self._forget, self.streams, request))
 
     def _forget(self, streams: Streams, request: Waiting, _: object) -> None:
-        """Take the pages back from a request that has ended, in whatever thread that is."""
+        """Take the pages back from a request that has ended. Runs in the thread that ended the request."""
         with self._lock:
             if isinstance(request, Stream):
                 streams.forget(request)
             request.give_back()
 
     def _is_in_reach(self, request: Waiting) -> bool:
-        """Whether the request can be done in time at the measured rate; if not, the request hears so.
+        """Whether the request can be computed in time at the measured rate. If not, the request fails.
 
-        With nothing before it a request always is: rates are learnt from passes, and nothing else would correct a wrong one.
-        Before the first large pass a request always is, too. The few tokens/s of a health check's pass would refuse the first
-        flood.
+        A request with nothing ahead is always admitted: only passes correct a wrong rate. Before the first large pass every
+        request is admitted: small passes, such as health checks, show too low a rate.
         """
         rate = self.rates.large_tokens_per_s
         if not rate:
@@ -134,7 +133,7 @@ class Scheduler:
         now, latest = perf_counter(), min(request.deadline, request.limit)
         under_way_s = max(0.0, self.free_at - now) if self._in_flight else 0.0
         if now + under_way_s + (self.queue.num_tokens + request.num_tokens) / rate <= latest:
-            return True  # even behind the whole queue; this is known without a look at each owner's part
+            return True  # even behind the whole queue, so the slower `tokens_ahead` is not needed
         ahead = self.queue.tokens_ahead(request)
         predicted_s = under_way_s + (ahead + request.num_tokens) / rate
         if now + predicted_s <= latest or not (ahead or under_way_s):
@@ -143,25 +142,25 @@ class Scheduler:
         return False
 
     def add_alone(self, part: Slice) -> None:
-        """Compute a slice again, with nothing beside it."""
+        """Queue a slice to be computed again, in a pass of its own."""
         self._alone.append(part)
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until the next pass is to be scheduled; None where only an arrival or the end of a pass changes anything."""
+        """Seconds until the next pass should be scheduled. None: wait for a new request or for the end of a pass."""
         if not self.has_work or len(self._in_flight) >= self._most_in_flight:
             return None
         is_full = self.queue.interactive.num_tokens >= self.queue.max_batch_tokens and len(self._in_flight) <= self._num_stages
         if not self._in_flight or self._alone or is_full:
-            return 0.0  # batch requests alone wait for the last moment: what is launched stands before whoever comes next
+            return 0.0  # a full pass of batch requests is still scheduled late: an interactive request may arrive until then
         ahead_s = self._launch_s + _MARGIN_S
         if self.streams and self._num_stages == 1:
             ahead_s = max(ahead_s, _AHEAD_S)
         return self.free_at - ahead_s - now
 
     def schedule(self, now: float) -> list[Slice]:
-        """The slices of the next pass; none where all that waited is over.
+        """The slices of the next pass; none if all waiting requests are over.
 
-        Every other pass at the most is one of `add_alone`, so that these hold up nobody for long.
+        At most every other pass is for a slice of `add_alone`. So other requests wait only a little longer.
         """
         self._scheduled_at = now
         was_alone, self._was_alone = self._was_alone, False
@@ -177,11 +176,11 @@ class Scheduler:
         return self._schedule(now)
 
     def _schedule(self, now: float) -> list[Slice]:
-        """A token of each stream under way first, and what was proposed; then prompts and sequences to embed."""
+        """First a token of each stream and its proposed tokens, then prompts and sequences to embed."""
         slices: list[Slice] = []
         if self.streams is not None:
             slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
-        # A stream that decodes is a token of a pass, also in a cohort, and nothing else has been scheduled so far.
+        # All slices so far are of streams that decode. Each token counts as one sequence, also in a cohort's slice.
         slices = self.queue.schedule(now, slices, sum(part.stop - part.start for part in slices))
         if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
             slices = self._schedule_streams(self.streams)
@@ -196,7 +195,7 @@ class Scheduler:
         return slices
 
     def schedule_at_once(self, requests: Iterable[Request], now: float) -> list[Slice]:
-        """All slices of requests that meet an idle device and fit into one pass. They need no place in the queue."""
+        """All slices of requests for an idle device. Together they fit into one pass, so they skip the queue."""
         self._scheduled_at = now
         slices: list[Slice] = []
         for request in requests:
@@ -209,44 +208,44 @@ class Scheduler:
         return slices
 
     def advance(self, streams: Iterable[Stream]) -> None:
-        """A pass has ended, and the tokens that it chose for these streams were accepted."""
+        """A pass has ended, and these streams have accepted their tokens. Queues the streams that gave up their pages."""
         assert self.streams is not None, "a runner with pages computes streams"
         for stream in streams:
             if self.streams.advance(stream):
                 self.queue.add_first(stream)
 
     def arrived(self, streams: Iterable[Stream]) -> None:
-        """As `advance`, of streams that have counted the token: they have left a cohort."""
+        """The same as `advance`, for streams that have left a cohort. The cohort has already counted the token."""
         assert self.streams is not None, "a runner with pages computes streams"
         for stream in streams:
             if self.streams.arrived(stream):
                 self.queue.add_first(stream)
 
     def started(self, num_tokens: int, now: float) -> None:
-        """A pass begins to be launched."""
+        """The launch of a pass begins."""
         self._in_flight.append(self.rates.seconds(num_tokens))
         self.running_tokens += num_tokens
         self.free_at = max(self.free_at, now) + self._in_flight[-1]
 
     def launched(self, now: float) -> None:
-        """The pass that was scheduled last is launched."""
+        """The launch of the last scheduled pass has ended."""
         launch_s = now - self._scheduled_at
         self._launch_s = 0.9 * self._launch_s + 0.1 * launch_s if self._launch_s else launch_s
 
     def ended(self, num_tokens: int, now: float) -> None:
-        """The oldest pass under way has ended, well or not."""
+        """The oldest pass under way has succeeded or failed."""
         self._in_flight.popleft()
         self.running_tokens -= num_tokens
-        # Each of the stages behind the first one has a pass: the first stage has finished these.
+        # Each later stage computes one of the oldest passes. The first stage has finished these passes.
         self.free_at = now + sum(islice(self._in_flight, self._num_stages - 1, None))
 
     def abandoned(self, num_tokens: int) -> None:
-        """The pass that began last could not be launched."""
+        """The launch that began last has failed."""
         self.free_at -= self._in_flight.pop()
         self.running_tokens -= num_tokens
 
     def drain(self) -> list[Waiting]:
-        """Take out everything that waits, to tell the callers that nobody will compute it."""
+        """Remove and return everything that waits. The caller fails it."""
         alone = [part.request for part in self._alone]
         self._alone.clear()
         return [*self.queue.drain(), *alone, *(self.streams.drain() if self.streams is not None else ())]

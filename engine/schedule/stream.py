@@ -1,16 +1,16 @@
-"""A stream: one prompt, and the answer that grows by a token a pass. And the streams that a scheduler has under way.
+"""`Stream`: one prompt and its answer, which grows by a token in each pass. `Streams`: the streams of a scheduler.
 
-A stream begins in the queue, where its prompt is taken in chunks. Each later pass computes one token: the last one that was
-chosen. The keys and values of a stream's tokens lie in pages of the cache. Where no page is free, the stream that began last
-gives its pages back and waits in the queue again; its prompt and its answer are then computed anew. Of several owners' streams it
-is one of the owner that holds the most pages.
+A stream begins in the queue, and passes take its prompt in chunks. Each later pass computes the last chosen token. The keys and
+values of a stream's tokens are in pages of the cache. If no page is free, a stream is preempted: it gives its pages back and
+waits in the queue again, and later passes compute its prompt and its answer again. Of the owner whose streams hold the most
+pages, the stream that began last is preempted.
 
-Where the device keeps the chosen tokens, a stream runs ahead: its next pass is launched before the host knows the token that the
-pass computes. Such a token is foreseen. A stop id is then seen one pass late, and what that pass has chosen is dropped.
+A stream runs ahead if the device keeps the chosen tokens: its next pass is launched before the host knows the token that the
+pass computes. Such a token is foreseen. The host sees a stop id one pass late, and drops the token that this pass has chosen.
 
-A stream whose next tokens are proposed (`engine/schedule/proposer.py`) speculates instead: a pass computes the last token and the
-proposed ones, each as a slice of one token. The token that is chosen after a slice counts if all proposed tokens up to there were
-right. So the answer is the same as without proposals.
+A stream with proposed tokens (`engine/schedule/proposer.py`) speculates instead: a pass computes the last token and the proposed
+tokens, each as a slice of one token. The token chosen after a slice counts if all proposed tokens up to this slice were right. So
+the answer is the same as without proposals.
 """
 
 import random
@@ -41,38 +41,38 @@ FinishReason = Literal["stop", "length"]
 NOT_FINITE = "the model gave logits that are not finite"
 # Shorter answers do not speculate.
 _LEAST_SPECULATING = 16
-# Where passes have room for fewer proposed tokens of each stream, streams run ahead and do not speculate.
+# If passes have room for fewer proposed tokens of each stream, streams run ahead and do not speculate.
 _LEAST_PROPOSED = 3
-# A proposer that has not followed so many tokens of an answer, as while streams were many, begins anew.
+# A proposer is not called while there are many streams. If it has missed more tokens than this, a new one is made.
 _MOST_BEHIND = 64
 
 
 class Token(NamedTuple):
-    """One token of an answer, or of a prompt. `logprob` and `top` are None where nobody asked for them."""
+    """One token of an answer, or of a prompt. `logprob` and `top` are None unless the options ask for them."""
 
     id: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] | None = None  # (token id, log-probability) of the likeliest ones, the likeliest first
-    logprobs_of: tuple[float, ...] = ()  # of the ids in `SamplingOptions.logprobs_of`, in their order
+    top: tuple[tuple[int, float], ...] | None = None  # (token id, log-probability) of the likeliest tokens, likeliest first
+    logprobs_of: tuple[float, ...] = ()  # log-probabilities of the ids in `SamplingOptions.logprobs_of`, in the same order
 
 
 @lru_cache(1 << 16)
 def token_of(token_id: int) -> Token:
-    """A token that nothing else is known of. One object serves all streams."""
+    """A token without log-probabilities. All streams share the object."""
     return Token(token_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a stream. `tokens` are without the one that ended it, which is `end`; None where the length ended it.
+    """The result of a stream. `end` is the stop token, which is not in `tokens`; None if the stream ended without one.
 
-    `prompt_tokens` are there with `prompt_logprobs`. The first one has no log-probability.
+    `prompt_tokens` is None unless the options have `prompt_logprobs`. The first prompt token has no log-probability.
     """
 
     tokens: tuple[Token, ...]
     finish_reason: FinishReason
     num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt, found in the cache
+    num_cached_tokens: int  # tokens of the prompt that were found in the cache
     queue_s: float
     end: Token | None = None
     prompt_tokens: tuple[Token, ...] | None = None
@@ -80,34 +80,34 @@ class Answer:
 
 @dataclass(eq=False, slots=True)
 class Stream(Waiting):
-    """One prompt to continue. `on_token` hears each token of the answer, in the thread that delivers; `future` the end.
+    """One prompt to continue. `on_token` is called with each token of the answer, in the thread that delivers.
 
-    Where a cohort gets the tokens of a pass, `on_tokens` is called instead of `on_token`: once for all streams that share it,
-    with the `key` and the token's id of each. `on_pass` is called in that thread after each pass that gave the stream a token:
-    once for all streams that share it.
+    While the stream is in a cohort, `on_tokens` is called instead of `on_token`: once for all streams that share the function,
+    with the `key` and the token id of each stream. `on_pass` is called after each pass that gave the stream a token: once for all
+    streams that share the function.
     """
 
     prompt: TokenIds
     options: SamplingOptions
-    seed: int  # of the draws
+    seed: int  # seed of the random draws
     on_token: Callable[[Token], None] | None = None
     on_tokens: Listener | None = None
     key: int = -1
     on_pass: Callable[[], None] | None = None
-    matcher: Matcher | None = None  # of a grammar
+    matcher: Matcher | None = None  # follows the grammar, if the request has one
     speculates: bool = False  # whether a pass may verify several tokens
     # Progress, kept by the scheduler.
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
-    proposer: Proposer | None = None  # once it was needed
+    proposer: Proposer | None = None  # None until the scheduler first asks whether the stream is predicted
     proposed: dict[int, int] = field(default_factory=dict)  # tokens that a pass under way verifies, by position
     num_kept: int = 0  # pages that later sequences can find
     num_cached_tokens: int = 0
     counts: TokenCounts | None = None  # for penalties
-    cohort: Cohort | None = None  # that has the stream
-    slot: int = 0  # of the stream in the cohort's columns
-    joined_at: int = 0  # passes of the cohort that were scheduled before
-    # The properties without an underscore, but for what passes of the cohort have changed.
+    cohort: Cohort | None = None  # the cohort that the stream is in
+    slot: int = 0  # the row of the stream in the cohort's arrays
+    joined_at: int = 0  # the number of passes that the cohort had scheduled when the stream joined
+    # The values of the properties without an underscore, without the changes by passes of the present cohort.
     _answer: list[Token] = field(default_factory=list)
     _num_computed: int = 0
     _num_chosen: int = 0
@@ -118,7 +118,7 @@ class Stream(Waiting):
 
     @classmethod
     def begin(cls, prompt: Sequence[int] | TokenIds, options: SamplingOptions, vocab_size: int, context: int) -> "Stream":
-        """A stream that ends with the context at the latest. `context` is the most tokens of prompt and answer together.
+        """A stream that ends when the context is full. `context` is the most tokens of prompt and answer together.
 
         Raises: InvalidInput for options out of range, ids without an embedding, and a prompt that fills the context.
         """
@@ -131,11 +131,11 @@ class Stream(Waiting):
         return cls(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
 
     def go_on_after(self, token_ids: Sequence[int]) -> None:
-        """Take these tokens for the beginning of the answer. Another engine has computed them from the same prompt and options.
+        """Begin the answer with these tokens. Another engine has computed them from the same prompt and options.
 
-        The stream then stands where preemption would leave it: the next pass computes prompt and answer, and chooses the next
-        token. Seed, penalties, grammar, `min_tokens` and `max_tokens` count these tokens as generated. Tokens that complete the
-        answer end the stream, and tokens that the grammar does not allow fail it. Call this before anything else.
+        The stream is then in the state that preemption leaves: the next pass computes prompt and answer, and chooses the next
+        token. Seed, penalties, grammar, `min_tokens` and `max_tokens` count these tokens as generated. If the tokens complete the
+        answer, the stream ends. If the grammar does not allow a token, the stream fails. Call this method before any other.
         """
         self.num_chosen = len(token_ids)
         for token_id in token_ids:
@@ -155,12 +155,12 @@ class Stream(Waiting):
         return len(self._answer) + (0 if cohort is None else cohort.num_logged(self))
 
     def add_to_answer(self, token_ids: Sequence[int]) -> None:
-        """The cohort's tokens, of which nothing but the id is known."""
+        """Append tokens of the cohort, which have no log-probabilities."""
         self._answer += map(token_of, token_ids)
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose keys and values the cache has, or gets from a pass under way."""
+        """Tokens whose keys and values are in the cache, or will be after the passes under way."""
         return self._num_computed + self._num_scheduled
 
     @num_computed.setter
@@ -169,7 +169,7 @@ class Stream(Waiting):
 
     @property
     def num_chosen(self) -> int:
-        """Tokens of the answer that passes have chosen, those under way included."""
+        """Tokens of the answer that passes have chosen, including the passes under way."""
         return self._num_chosen + self._num_scheduled
 
     @num_chosen.setter
@@ -178,7 +178,7 @@ class Stream(Waiting):
 
     @property
     def num_foreseen(self) -> int:
-        """Of the chosen tokens, those of passes under way."""
+        """The number of chosen tokens of passes under way."""
         return self._num_foreseen + self._num_under_way
 
     @num_foreseen.setter
@@ -187,21 +187,21 @@ class Stream(Waiting):
 
     @property
     def _num_scheduled(self) -> int:
-        """Passes of the cohort that have a token of the stream."""
+        """The number of scheduled passes of the cohort that have a token of the stream."""
         return 0 if self.cohort is None else self.cohort.num_scheduled - self.joined_at
 
     @property
     def _num_under_way(self) -> int:
-        """Of them, those that are not delivered."""
+        """The number of these passes whose tokens are not delivered."""
         return 0 if self.cohort is None else self.cohort.num_scheduled - max(self.cohort.num_delivered, self.joined_at)
 
     def join(self, cohort: Cohort, slot: int) -> None:
-        """The stream is in a cohort now, whose passes it counts."""
+        """The stream has joined a cohort. From now on the cohort counts the stream's passes."""
         assert self.cohort is None, "a stream is in one cohort at most"
         self.cohort, self.slot, self.joined_at = cohort, slot, cohort.num_scheduled
 
     def leave(self) -> None:
-        """The stream is in no cohort any more."""
+        """The stream has left its cohort. Adds the cohort's passes to the stream's own counters."""
         self._num_foreseen, num_scheduled = self.num_foreseen, self._num_scheduled
         self._num_computed += num_scheduled
         self._num_chosen += num_scheduled
@@ -209,7 +209,7 @@ class Stream(Waiting):
 
     @property
     def just_goes_on(self) -> bool:
-        """Whether nothing but the number in the answer changes for the choice of each further token."""
+        """Whether the choice of each further token depends only on the logits and on the token's number in the answer."""
         options = self.options
         is_plain = options.logprobs is None and not (options.logprobs_of or options.logit_bias or options.allowed)
         return self.can_run_ahead and is_plain and (not options.stop_ids or self.num_chosen >= options.min_tokens)
@@ -221,7 +221,7 @@ class Stream(Waiting):
 
     @property
     def prompt_tokens(self) -> tuple[Token, ...] | None:
-        """The prompt's tokens and their log-probabilities. None where nobody asked, or not all are scored."""
+        """The prompt's tokens and their log-probabilities. None without `prompt_logprobs`, or before all are scored."""
         if self.options.prompt_logprobs is None or len(self.scores) < len(self.prompt) - 1:
             return None
         return Token(int(self.prompt[0])), *(self.scores[at] for at in range(1, len(self.prompt)))
@@ -236,19 +236,19 @@ class Stream(Waiting):
         return self.matcher is None and self.counts is None and not self.options.no_repeat_ngram
 
     def speculate(self) -> None:
-        """Let passes verify several tokens where the next ones are predicted. Call this before anything else.
+        """Let a pass verify several tokens if the next tokens are predicted. Call this method before any other.
 
-        A stream whose choices depend on the tokens before, by a grammar, a penalty or n-gram bans, does not.
+        Does nothing for a short answer, and for a stream with a grammar, a penalty or n-gram bans.
         """
         self.speculates = self.can_run_ahead and self.options.max_tokens >= _LEAST_SPECULATING
 
     @property
     def is_predicted(self) -> bool:
-        """Whether the last tokens were predicted, so that the stream is to wait for its token and speculate."""
+        """Whether the last tokens were predicted. Such a stream waits for its token and speculates."""
         return self.speculates and bool(self.answer) and self._followed().is_trusted
 
     def _followed(self) -> Proposer:
-        """The proposer, which knows all tokens of the answer. Called by the scheduler alone, and only while streams are few."""
+        """The proposer, after it has followed all tokens of the answer. The scheduler calls this only while streams are few."""
         if self.proposer is None or self.proposer.num_tokens + _MOST_BEHIND < self.length:
             self.proposer = Proposer(self.ids)
         for token in self.answer[self.proposer.num_tokens - len(self.prompt) :]:
@@ -257,7 +257,7 @@ class Stream(Waiting):
 
     @property
     def wants_more(self) -> bool:
-        """Whether the answer may go on after the tokens that are foreseen."""
+        """Whether the answer may continue after the foreseen tokens."""
         return self.num_chosen < self.options.max_tokens
 
     @property
@@ -286,7 +286,7 @@ class Stream(Waiting):
         return None
 
     def _token_ids(self, start: int, stop: int, pages: Sequence[int]) -> TokenIds:
-        """`pages`: the stream's own when the slice was scheduled. A caller that leaves meanwhile has given them back."""
+        """`pages`: a copy of the stream's pages. If the caller leaves, the stream gives its pages back at any time."""
         if start in self.proposed:
             return np.array([self.proposed[start]], np.int32)
         if stop <= len(self.prompt):
@@ -300,13 +300,13 @@ class Stream(Waiting):
         return last_token_ids(pages[(start - 1) // self.pool.page_size])
 
     def prepare(self, may_take_pages: bool) -> int | None:
-        """Pages for all tokens, before the first of them is computed: those that the cache has, and fresh ones."""
+        """Take pages for all tokens before the first token is computed: pages of the same prefix in the cache, and free pages."""
         assert self.pool is not None, "a stream is added to a scheduler first"
         if self.pages:
             return 0
         if not may_take_pages:
             return None
-        # A prompt is scored by the hidden state of each of its tokens, and the cache has none.
+        # The score of a token needs the hidden state of the token before it, and the cache keeps no hidden states.
         shared = self.pool.match(self.ids) if self._is_scored else []
         fresh = self.pool.take(-(-self.length // self.pool.page_size) - len(shared))
         if fresh is None:
@@ -331,8 +331,8 @@ class Stream(Waiting):
         return Slice(self, 0, start, stop)
 
     def propose(self, most: int) -> list[Slice]:
-        """Slices of up to `most` proposed tokens behind the slice that was just taken. They fit into the stream's pages."""
-        if not self.is_predicted or self.num_foreseen > 1:  # of a pass under way: the last token is not known
+        """Slices of up to `most` proposed tokens after the slice that was just taken. They fit into the stream's pages."""
+        if not self.is_predicted or self.num_foreseen > 1:  # above 1 a pass under way has not yet given the last token
             return []
         assert self.pool is not None, "a stream is added to a scheduler first"
         room = len(self.pages) * self.pool.page_size - self.num_computed
@@ -342,17 +342,17 @@ class Stream(Waiting):
         return [part for part in slices if part is not None]
 
     def settle(self) -> None:
-        """No pass under way has a slice of the stream. What was computed of wrong proposals is computed anew."""
+        """Forget the proposals: no pass under way has a slice of the stream. Positions after a wrong token are computed again."""
         if self.proposed:
             self.proposed = {}
             self.num_chosen, self.num_computed = len(self.answer), self.length - 1
 
     def piece(self, part: Slice) -> Piece | None:
-        """As `Waiting.piece`. A grammar that allows no token ends the stream here.
+        """The same as `Waiting.piece`. If the grammar allows no further token, the stream ends here.
 
-        The mask may be computed twice for a token, as after preemption.
+        The mask of a token may be computed twice, for example after preemption.
         """
-        pages, index = tuple(self.pages), part.stop - len(self.prompt)  # the number in the answer of the token to choose
+        pages, index = tuple(self.pages), part.stop - len(self.prompt)  # index: the place in the answer of the token to choose
         if self.pool is None or len(pages) * self.pool.page_size < part.stop:
             return None
         row = None
@@ -376,13 +376,13 @@ class Stream(Waiting):
         return Piece(token_ids, part.start, pages, row, self._scored(part), is_proposed=is_proposed)
 
     def _scored(self, part: Slice) -> Scored | None:
-        """What a pass scores of one slice. A stream that was preempted is scored once."""
+        """The tokens of the prompt that one slice scores. A preempted stream is not scored again."""
         if self.options.prompt_logprobs is None or part.start >= len(self.prompt) or (self._is_scored and self.answer):
             return None
         return Scored(self.prompt[part.start + 1 : part.stop + 1], self.options.prompt_logprobs)
 
     def accept_scores(self, part: Slice, tokens: Sequence[Token]) -> None:
-        """Keep the scored tokens of one slice. Ends the stream with its prompt if it wants no answer."""
+        """Keep the scored tokens of one slice. If `max_tokens` is 0, the stream ends after its prompt."""
         if self.future.done():
             return  # the caller has left
         self.scores |= enumerate(tokens, start=part.start + 1)
@@ -390,9 +390,9 @@ class Stream(Waiting):
             self._end("length")
 
     def take(self, part: Slice, token: Token | None) -> bool:
-        """Hear which token a pass has chosen after a slice; None where the logits are not finite.
+        """Take the token that a pass has chosen after a slice. `token` is None if the logits are not finite.
 
-        Returns: False, and nothing has changed, where the stream has ended or the slice follows a wrong proposal.
+        Returns: False, without any change, if the stream has ended or the slice follows a wrong proposal.
         """
         if self.future.done() or part.stop != self.length:
             return False
@@ -405,7 +405,7 @@ class Stream(Waiting):
         return True
 
     def accept(self, token: Token) -> None:
-        """Add the token that a pass has chosen. Ends the stream where the token, or the number of tokens, ends it."""
+        """Add the token that a pass has chosen. A stop id, the grammar or `max_tokens` may end the stream."""
         if self.future.done():
             return  # the caller has left
         if token.id in self.options.stop_ids:
@@ -426,7 +426,7 @@ class Stream(Waiting):
             self._end("length")
 
     def tell(self, token_id: int) -> None:
-        """Tell the caller a token of the cohort. A caller whose code raises fails."""
+        """Give the caller a token of the cohort. If the caller's function raises, the stream fails."""
         try:
             if self.on_token is not None:
                 self.on_token(token_of(token_id))
@@ -442,7 +442,7 @@ class Stream(Waiting):
             self.future.set_result(result)
 
     def keep(self, part: Slice) -> None:
-        """As `Waiting.keep`. A page that proposed tokens fill is kept with a later slice, when these tokens are verified."""
+        """The same as `Waiting.keep`. A page with proposed tokens is kept later, when these tokens are verified."""
         if self.pool is None or not self.pages or part.stop > self.length:
             return
         num_full = part.stop // self.pool.page_size
@@ -451,11 +451,11 @@ class Stream(Waiting):
             self.num_kept = num_full
 
     def keep_delivered(self) -> None:
-        """As `keep`, of a stream of a cohort: each token of its answer but the last one is computed."""
+        """The same as `keep`, for a stream of a cohort: every token except the answer's last one is computed."""
         self.keep(Slice(self, 0, 0, self.length - 1))
 
     def give_back(self) -> None:
-        """Release the pages. What was computed must be computed again."""
+        """Release the pages. All tokens must then be computed again."""
         if self.pool is None or not self.pages:
             return
         self.pool.release(self.pages)
@@ -464,7 +464,7 @@ class Stream(Waiting):
 
 
 class Streams:
-    """The streams whose prompts are computed. Hold the scheduler's lock to call anything here."""
+    """The streams whose prompts are computed. Hold the scheduler's lock to call any method."""
 
     def __init__(
         self,
@@ -474,32 +474,32 @@ class Streams:
         cohort_size: int = 0,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """`num_stages`: as in `Scheduler`. The streams then form as many groups, of which each stage computes another.
-        `speculation_rows`, `cohort_size`: as in `Runner`. `lock`: the scheduler's.
+        """`num_stages`: as in `Scheduler`. The streams form this many groups, and at any time each stage computes another group.
+        `speculation_rows`, `cohort_size`: as in `Runner`. `lock`: the scheduler's lock.
         """
         self.pages, self._num_stages, self._speculation_rows = pages, num_stages, speculation_rows
-        self._most_proposed = 0  # tokens of each stream, in the pass that was scheduled last
-        # Whose last token is not yet computed, and known or foreseen; in the order of their beginning.
+        self._most_proposed = 0  # the most proposed tokens of each stream in the last scheduled pass
+        # Streams for the next pass, in the order in which they began. Their last token is known or foreseen, and not computed.
         self._ready: dict[Stream, None] = {}
-        # Those that can run ahead, by pass, the oldest first. They wait for the passes of the other groups: a pass that foresees
-        # a token cannot begin before the pass that chooses it has ended.
+        # Streams of a pipeline that run ahead: a group for each pass, the oldest first. They wait for the passes of the other
+        # groups: a pass that foresees a token cannot begin before the pass that chooses the token has ended.
         self._behind: deque[dict[Stream, None]] = deque()
-        self._leaving: dict[Stream, None] = {}  # will give their pages up when the passes under way have ended
-        self.cohort = Cohort(pages, cohort_size, lock or RLock())  # of those that are ready for every pass
-        self._take_turns = False  # there are more than a pass takes
+        self._leaving: dict[Stream, None] = {}  # streams that give up their pages when the passes under way have ended
+        self.cohort = Cohort(pages, cohort_size, lock or RLock())  # streams that are ready for every pass
+        self._take_turns = False  # whether there are more streams than a pass takes
 
     def __len__(self) -> int:
         return len(self._ready) + sum(map(len, self._behind)) + len(self.cohort)
 
     def schedule(self, most: int, prompts_wait: bool = False) -> tuple[list[Slice], list[Stream]]:
-        """A slice of one token for each stream, and the streams that gave up their pages for it, to be queued again.
+        """A slice of one token for each stream, and the preempted streams, which the caller queues again.
 
-        A stream that speculates gets further slices of a token each, where few streams are ready.
+        If few streams are ready, a stream that speculates gets further slices of one token each.
 
         Args:
-            most: slices at most.
-            prompts_wait: whether the pass has work without streams. A group is then left to a later pass, if this pass would
-                have to wait for the pass before.
+            most: the largest number of slices.
+            prompts_wait: whether the pass has work without streams. Then a group that would have to wait for the previous pass
+                is left to a later pass.
         """
         slices: list[Slice] = []
         preempted: list[Stream] = []
@@ -523,7 +523,7 @@ class Streams:
         for stream in tuple(self._ready):
             if len(slices) >= most:
                 break
-            if stream not in self._ready:  # it has given up its pages for one of the streams before it
+            if stream not in self._ready:  # the stream has given up its pages for an earlier stream of this loop
                 continue
             if stream.num_computed < len(stream.pages) * self.pages.page_size or self._take_page(stream, slices, preempted):
                 del self._ready[stream]
@@ -535,7 +535,7 @@ class Streams:
         return slices, preempted
 
     def run_ahead(self, slices: Sequence[Slice]) -> None:
-        """The streams of these slices that can run ahead are ready for the pass after the one that is now scheduled."""
+        """Make the streams of these slices that can run ahead ready for the pass after the scheduled pass."""
         ahead: dict[Stream, None] = {}
         for part in slices:
             stream = part.request
@@ -557,7 +557,7 @@ class Streams:
         return len(self.cohort) < self.cohort.most and not self._take_turns and not speculates and stream.just_goes_on
 
     def _take_page(self, stream: Stream, slices: Sequence[Slice], preempted: list[Stream]) -> bool:
-        """A page for the stream's next token, if need be of another stream (`_to_preempt`). False: there is none now.
+        """Take a page for the stream's next token. If none is free, preempts streams. False: no page is free now.
 
         A stream in a pass under way, or in these slices, gives its pages up after the pass, because its token of that pass is not
         known yet.
@@ -588,15 +588,15 @@ class Streams:
         return next(stream for stream in reversed(streams) if stream.owner == owner)
 
     def advance(self, stream: Stream) -> bool:
-        """A pass has ended, and the token that it chose for the stream was accepted.
+        """A pass has ended, and the stream has accepted its token.
 
-        Returns: whether the stream has given up its pages, and is to be queued again.
+        Returns: whether the stream has given up its pages. The caller then queues it again.
         """
         stream.num_foreseen -= 1
         return self.arrived(stream)
 
     def arrived(self, stream: Stream) -> bool:
-        """As `advance`, of a stream that has counted the token."""
+        """The same as `advance`, for a stream whose cohort has counted the token."""
         if stream.future.done() or stream.num_foreseen or stream.cohort is not None:
             return False
         stream.settle()
@@ -604,7 +604,7 @@ class Streams:
             del self._leaving[stream]
             stream.give_back()
             return True
-        for streams in self._behind:  # the token is known, so nothing has to wait for its pass
+        for streams in self._behind:  # the token is known, so the stream need not wait for its group
             streams.pop(stream, None)
         self._ready.setdefault(stream)
         return False
@@ -621,11 +621,11 @@ class Streams:
             streams.pop(stream, None)
 
     def _dissolve(self) -> None:
-        """The streams of the cohort go on by themselves."""
+        """Remove all streams from the cohort. They continue alone."""
         self._ready |= dict.fromkeys(self.cohort.dissolve())
 
     def abandoned(self, together: CohortPass) -> list[Slice]:
-        """The pass is not to be launched as it is. Returns: its slices, one for each stream."""
+        """A cohort's pass will not be launched as a whole. Returns: one slice for each of its streams."""
         self.cohort.forget(together)
         self._dissolve()
         return [
@@ -633,7 +633,7 @@ class Streams:
         ]
 
     def drain(self) -> list[Stream]:
-        """Take out all streams, to tell the callers that nobody will continue them."""
+        """Remove and return all streams. The caller fails them."""
         streams = [*self.cohort.dissolve(), *chain(*self._behind), *self._ready, *self._leaving]
         self._ready.clear()
         self._behind.clear()

@@ -1,4 +1,4 @@
-"""What a gateway knows of a model's network. A gateway imports no torch, so the process that builds its application reads it."""
+"""Facts about a model's network for gateways. The process that builds the gateways reads them: gateways import no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields

@@ -294,7 +294,7 @@ class PooledGenerator(PooledModel):
         """Computes a stream on one replica. If the replica is lost, a second one continues after the tokens that came.
 
         There is no third replica, because the stream itself may have killed the first two. A replica that stops gracefully does
-                not count, because an update stops all replicas, one after another.
+        not count, because an update stops all replicas, one after another.
         """
         request_tags.set(stream.tags)  # this task does not inherit the request's context
         start = monotonic()
@@ -336,12 +336,12 @@ class PooledGenerator(PooledModel):
             return error
 
     def _choose_replica(self, stream: Stream) -> tuple[PoolClient, Ticket]:
-        """The pool that should give the next token first, and a ticket with the replica; None in a pool without replicas.
+        """The pool that should give the next token first, and a ticket. `ticket.replica` is None in a pool without replicas.
 
-        Raises: as `_choose`. A stream that has tokens is not refused because of its timeout.
+        Raises: the errors of `_choose`. A stream that has tokens is not refused because of its timeout.
         """
         num_tokens, answer_tokens = len(stream.prompt) + stream.options.max_tokens, stream.options.max_tokens - len(stream.answer)
-        # Without pages for a prompt that is scored: it does not use the cache, so its cached tokens do not show evictions.
+        # A scored prompt has no pages here: it does not use the cache, so its cached tokens do not show evictions.
         pages = page_hashes(stream.ids) if stream.options.prompt_logprobs is None else ()
         ticket = replace(
             next_ticket(num_tokens, num_tokens, stream.priority == "batch"), answer_tokens=answer_tokens, pages=pages
@@ -351,7 +351,7 @@ class PooledGenerator(PooledModel):
         if chosen is None:
             raise self._fits_nowhere(ticket)
         load, replica = chosen
-        # A deadline is for the replica, because it measures its speed.
+        # The replica checks the deadline, because the replica measures its own speed.
         qos = Qos(stream.priority, deadline_s=inf if stream.answer else None)
         return self._admitted(load, ticket, qos), replace(ticket, replica=replica)
 

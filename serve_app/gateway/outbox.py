@@ -1,4 +1,4 @@
-"""Joins requests for one pool into calls, if no request waits much longer for this.
+"""Joins requests for one pool into calls, unless a request would then wait much longer.
 
 Requests that arrive in one turn of the event loop leave as one call. While every replica has a call, new requests wait until a
 call returns, and then leave together (Nagle's algorithm, RFC 896).

@@ -86,7 +86,7 @@ class Unsent:
         self.token_ids.append(token.id)
 
     def add_plain(self, numbers: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """As `add` of each, for tokens without log-probabilities."""
+        """The same as `add` for each token. The tokens have no log-probabilities."""
         self.numbers.frombytes(numbers.tobytes())
         self.token_ids.frombytes(token_ids.tobytes())
 

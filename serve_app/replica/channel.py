@@ -1,7 +1,7 @@
-"""The replica's side of a channel: it computes the streams of one gateway, and makes messages of their tokens.
+"""The replica's side of a channel: computes the streams of one gateway, and puts their tokens into messages.
 
-The engine's threads fill the messages, and send them if the gateway reads over a wire. The event loop takes no part in a pass:
-it shares the interpreter with the engine's threads.
+The engine's threads fill the messages, and send them if the gateway reads over a wire. The event loop does no work for a pass,
+because it shares the interpreter with the engine's threads.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from serve_app.models import GeneratingModel
 
 log = logging.getLogger(__name__)
 
-# If this many tokens wait for a gateway, or one waits for this long, the gateway no longer reads, and its streams end. Its node
-# may be unplugged, and a connection does not show that for minutes.
+# A gateway counts as lost, and its streams end, if this many tokens wait for it, or if one token waits for this long. The node of
+# the gateway may be unplugged. A connection does not show this for minutes.
 MOST_UNSENT = 1 << 17
 UNREAD_S = 10.0
 
@@ -48,13 +48,13 @@ class Channels:
         return sum(channel.num_answering for channel in self._channels.values())
 
     def change(self, channel_id: str, begun: Sequence[NewStream], left: Sequence[int]) -> None:
-        """Begins streams, and cancels the streams whose callers have left. The messages carry all results, errors too."""
+        """Begins streams, and cancels the streams whose callers have left. Results and errors come in the channel's messages."""
         channel = self._channel(channel_id)
         channel.begin(begun)
         channel.cancel(left)
 
     def read(self, channel_id: str, on_message: Callable[[], None]) -> "Channel":
-        """The channel, whose messages the caller takes from now on, until `end`.
+        """The channel. From now on the caller takes its messages, until `end`.
 
         Args:
             on_message: called in any thread when `Channel.take` has a message. It must not raise.
@@ -86,7 +86,7 @@ class Channels:
             self.end(channel_id)
 
     def _channel(self, channel_id: str) -> "Channel":
-        """Finds or makes the channel: the first call makes it, whether it begins streams or asks for messages."""
+        """The channel. The first call makes it: a gateway may begin streams or ask for messages first."""
         channel = self._channels.get(channel_id)
         if channel is None:
             channel = self._channels[channel_id] = Channel(self._model)
@@ -99,15 +99,15 @@ class Channels:
 
 
 class Channel:
-    """The streams of one gateway. Tokens that come while a message is sent go into the next message.
+    """The streams of one gateway. Tokens that arrive while a message is sent go into the next message.
 
     Streams begin and are cancelled on the event loop. The engine's threads add tokens and ends.
     """
 
     def __init__(self, model: GeneratingModel) -> None:
-        self.on_message: Callable[[], None] | None = None  # see `Channels.read`; None until somebody reads
+        self.on_message: Callable[[], None] | None = None  # see `Channels.read`; None until the gateway reads
         self._model, self._loop = model, asyncio.get_running_loop()
-        self._lock = threading.Lock()  # guards the attributes below. Nothing that takes another lock is called with it.
+        self._lock = threading.Lock()  # guards the attributes below. A thread that holds it takes no other lock.
         self._streams: dict[int, Stream] = {}
         self._fresh: set[int] = set()  # the streams without a token yet
         self._unsent, self._since = Unsent(), 0.0  # the next message, and the time at which it began
@@ -195,9 +195,9 @@ class Channel:
             self._unsent.add(number, token)
 
     def _add_all(self, numbers: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """As `_add` of a token of each of these streams, which had tokens before.
+        """Adds one token for each of these streams, which have had tokens before.
 
-        Tokens of streams whose callers have left are sent, too: the gateway drops them.
+        Tokens of streams whose callers have left are sent, too. The gateway drops them.
         """
         with self._lock:
             if not self._is_closed:
@@ -231,7 +231,7 @@ class Channel:
             self._add_end(number, End(answer.finish_reason, answer.queue_s, answer.end))
         else:
             self._add_end(number, error if isinstance(error, Exception) else BackendError(repr(error)), stream.tags)
-        if not self._flushes_soon:  # the end of a stream may come without a pass
+        if not self._flushes_soon:  # a stream may end without a pass, so no `on_pass` follows
             self._flushes_soon = True
             _on(self._loop, self._flush_soon)
 
@@ -248,7 +248,7 @@ class Channel:
                 self._unsent.scores[number] = stream.scores
 
     def _add_end(self, number: int, end: Ended, tags: tuple[RequestTag, ...] = ()) -> None:
-        if isinstance(end, Exception) and not isinstance(end, EmberError):  # an unforeseen error may not be picklable
+        if isinstance(end, Exception) and not isinstance(end, EmberError):  # an unexpected error may not be picklable
             log.error("a stream failed", exc_info=end, extra={"tags": tags})
             end = BackendError(f"the replica failed: {end!r}")
         with self._lock:
@@ -258,5 +258,5 @@ class Channel:
 
 
 def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the loop is closed, and nobody waits
+    with suppress(RuntimeError):  # the loop is closed, and no caller waits
         loop.call_soon_threadsafe(call)

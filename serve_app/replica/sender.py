@@ -1,4 +1,4 @@
-"""Sends on a connection from any thread."""
+"""Sends bytes on a connection's socket from any thread."""
 
 import asyncio
 import os
@@ -12,26 +12,26 @@ from contextlib import suppress
 class Sender:
     """Sends on a connection's socket, in the order of the calls. The connection's transport only reads.
 
-    A transport is bound to its event loop. The engine's threads would have to wake up the loop for each message, and the loop
-    would take the interpreter from them (docs/decisions/060).
+    A transport sends only on its event loop. The engine's threads would have to wake up the loop for each message, and then wait
+    for the interpreter while the loop works (docs/decisions/060).
     """
 
     def __init__(self, transport: asyncio.BaseTransport, on_empty: Callable[[], None]) -> None:
         """
         Args:
-            on_empty: called on the event loop when everything is sent, after a time with `is_full`.
+            on_empty: called on the event loop when all waiting bytes are sent, so `is_full` is False again.
         """
-        # A descriptor of its own: the transport may close its own one while another thread sends.
+        # A duplicate, because the transport may close its own descriptor while another thread sends.
         self._socket = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
         self._socket.setblocking(False)
         self._loop, self._on_empty = asyncio.get_running_loop(), on_empty
         self._rest = deque[memoryview]()
         self._is_closed = False
-        self.lock = threading.RLock()  # a caller may hold it, to choose what to send next
+        self.lock = threading.RLock()  # callers may hold it while they choose the next message
 
     @property
     def is_full(self) -> bool:
-        """Whether the socket takes no more bytes at the moment. What is sent then waits in memory."""
+        """Whether the socket takes no more bytes at the moment. Further bytes wait in memory."""
         return bool(self._rest)
 
     def send(self, *parts: bytes) -> None:

@@ -168,7 +168,7 @@ def test_tiled_models(instructions: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 65, 128, 129])
 @pytest.mark.parametrize(("group", "beside"), [(128, "zeros"), (32, "mins")])
 def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str) -> None:
-    """Few rows or many, at once or in parts: the same as of the matrix in 16 bits, but for rounding."""
+    """Few rows or many, at once or in parts: equal to the product with the matrix in 16 bits, except for rounding."""
     weight, w = matrix(8192, 1024, group, beside)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 8192, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
@@ -186,7 +186,7 @@ def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str
 
 
 def test_slices_are_added_in_their_order() -> None:
-    """The same rows give the same bits, whichever block is last."""
+    """The same rows give the same bits. The result does not depend on which block is last."""
     weight, _ = matrix(4096, 4096, 128, None)
     x = torch.randn(64, 4096, device=DEVICE).bfloat16()
     shape, tiled = FourBitsShape(8, 8, 1, 2, 3), tiled_shape_of(64, weight)
@@ -198,7 +198,7 @@ def test_slices_are_added_in_their_order() -> None:
 
 @pytest.mark.parametrize("rows", [8, 16, 64])
 def test_one_after_the_other_in_a_graph(rows: int) -> None:
-    """Each begins while the one before it runs, and still reads what that one wrote."""
+    """Each kernel begins while the previous one runs, and still reads the previous kernel's results."""
     width, layers = 1024, 24
     x, norm = torch.randn(rows, width, device=DEVICE).bfloat16(), torch.ones(width, device=DEVICE).bfloat16()
     weights = [matrix(width, width, 64, None)[0] for _ in range(layers)]
@@ -223,7 +223,7 @@ def test_one_after_the_other_in_a_graph(rows: int) -> None:
 
 @pytest.mark.parametrize("m", [8, 16, 48])
 def test_wide_rows_of_x(m: int) -> None:
-    """x may be a part of wider rows, the residual too."""
+    """x and the residual may be parts of wider rows."""
     n, k = 256, 512
     weight, _ = matrix(n, k, 64, None)
     x, residual = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(m, n, device=DEVICE).bfloat16()

@@ -123,7 +123,7 @@ def test_the_same_model_as_dequantised(
 def test_types_of_other_widths_are_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V of the first layer is multiplied separately from Q and K then."""
+    """V of the first layer is then multiplied separately from Q and K."""
     folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)

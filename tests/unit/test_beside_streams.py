@@ -15,12 +15,12 @@ BUDGET = 8192
 
 
 def scheduler(num_streams: int, step_s: float) -> Scheduler:
-    """With so many streams whose prompts are computed, and steps of so many seconds."""
+    """A scheduler with streams whose prompts are computed. Its measured rate is `step_s` seconds for a step."""
     made = Scheduler(BUDGET, None, 3, threading.RLock(), Pages(2000, PAGE_SIZE), cohort_size=64)
     for seed in range(num_streams):
         made.add(Stream(np.arange(10, dtype=np.int32), SamplingOptions(500, 0.0), seed))
     one_pass(made, 0.0)
-    for _ in range(4):  # the rates are known
+    for _ in range(4):  # after these passes the rates are known
         made.rates.add(num_streams, step_s)
     made.ended(10 * num_streams, 0.0)
     return made
@@ -37,7 +37,7 @@ def one_pass(made: Scheduler, now: float) -> int:
 def test_short_steps_are_queued_ahead() -> None:
     made = scheduler(20, 0.002)
     assert one_pass(made, 10.0) == 20
-    assert made.wait_s(10.0) == pytest.approx(-0.003)  # 2 ms are queued, and 5 wanted
+    assert made.wait_s(10.0) == pytest.approx(-0.003)  # 2 ms are queued, and 5 ms should be
     one_pass(made, 10.0)
     assert made.wait_s(10.0) == pytest.approx(-0.001)
     one_pass(made, 10.0)

@@ -30,7 +30,7 @@ from tests.unit.streams_by_hand import CONTEXT, EOS, VOCABULARY, Begun, ByHand, 
 
 
 class Call:
-    """The long call as Serve's handle gives it."""
+    """A stand-in for the long call of Serve's handle."""
 
     def __init__(self, messages: AsyncGenerator[Steps]) -> None:
         self._messages = messages
@@ -52,7 +52,7 @@ class Call:
 
 
 class Link:
-    """A gateway's channel to a replica without Serve between them."""
+    """A gateway's channel to a replica, without Serve."""
 
     def __init__(self, model: Any = None) -> None:
         self.model = model or ByHand()
@@ -197,7 +197,7 @@ def test_a_caller_that_leaves_before_the_stream_is_sent_leaves_no_stream() -> No
     async def scenario() -> None:
         link = Link()
         computing = [Begun(link.channel, [1], SamplingOptions(max_tokens=CONTEXT)) for _ in range(2)]
-        await asyncio.sleep(0)  # the tasks begin, and the first call is about to be made
+        await asyncio.sleep(0)  # the tasks begin; the first call follows in the next round
         computing[0].stream.future.cancel()
         await until(lambda: len(link.model.streams) == 2 and link.model.streams[0].future.cancelled())
         assert not link.model.streams[1].future.done()
@@ -213,7 +213,7 @@ def test_a_gateway_that_dies_takes_its_streams_with_it() -> None:
         await link.begin([1], [2])
         link.model.compute(5, 6)
         reading = link.channel._reading
-        reading.cancel()  # Serve cancels the call of a process that is gone
+        reading.cancel()  # Serve cancels the call of a process that has ended
         await asyncio.wait([reading])
         await until(lambda: all(stream.future.cancelled() for stream in link.model.streams))
         assert link.channels._channels == {}
@@ -243,19 +243,19 @@ def test_a_replica_that_dies_is_told_to_whoever_waits() -> None:
         link.model.compute(5, 6)
         await until(lambda: len(other.heard) == 2)
         link.calls[0].error = RayActorError()
-        link.model.compute(7, 8)  # it does not arrive any more
+        link.model.compute(7, 8)  # these tokens no longer arrive
         for each in (begun, other):
             with pytest.raises(LOST):
                 await each.over
         assert link.is_closed
         assert begun.stream.answer[0] == Token(5)
-        assert not begun.stream.future.done()  # the router decides what becomes of it
+        assert not begun.stream.future.done()  # the router decides whether another replica continues the stream
 
     run(scenario)
 
 
 def test_another_replica_goes_on_after_the_tokens_that_came() -> None:
-    """The caller hears each token once, and what is known of the prompt stays as the first replica told it."""
+    """The caller gets each token once, and the first replica's facts about the prompt stay."""
 
     async def scenario() -> None:
         dies, lives = Link(), Link()
@@ -265,7 +265,7 @@ def test_another_replica_goes_on_after_the_tokens_that_came() -> None:
         dies.model.compute(10)
         await until(lambda: len(begun.stream.answer) == 1)
         dies.calls[0].error = RayActorError()
-        dies.model.compute(11)  # the last one that arrives
+        dies.model.compute(11)  # the last token that arrives
         with pytest.raises(LOST):
             await begun.over
         going_on = asyncio.ensure_future(lives.channel.compute(begun.stream, lambda _: None))
@@ -274,7 +274,7 @@ def test_another_replica_goes_on_after_the_tokens_that_came() -> None:
         assert ([token.id for token in there.answer], there.seed, there.options.prompt_logprobs) == ([10, 11], 3, None)
         assert lives.channels.tokens_left == 2
         lives.model.compute(13)
-        there.num_cached_tokens = 3  # of what another request has left there
+        there.num_cached_tokens = 3  # another request has left these tokens in the cache
         lives.model.compute(14)
         await going_on
         assert [each for each in begun.heard if each != "pass"] == [Token(10), Token(11), Token(13), Token(14)]
@@ -298,7 +298,7 @@ def test_an_answer_whose_end_alone_is_lost_gets_its_end() -> None:
 
 
 def test_a_replica_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that only no longer reports, as one that stops in order, is not."""
+    """A replica that no longer reports but still sends messages, because it stops gracefully, is not lost."""
     monkeypatch.setattr(gateway, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(gateway, "SILENT_S", 0.1)
 
@@ -325,7 +325,7 @@ def test_an_idle_channel_ends_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
         link = Link()
         (begun,) = await link.begin([1])
         await asyncio.sleep(0.1)
-        assert not link.is_closed  # a stream without tokens is no idleness
+        assert not link.is_closed  # a channel with a stream is not idle, even without tokens
         link.model.compute(EOS)
         await begun.over
         await until(lambda: link.is_closed and not link.channels._channels)
@@ -403,7 +403,7 @@ def test_an_engine_that_has_stopped_is_a_replica_that_is_lost() -> None:
 
 
 class Pools(PooledGenerator):
-    """A model in one pool. What the pool does with each stream is a test's list: an error, or the tokens before one."""
+    """A model in one pool. The test's list says what the pool does with each stream: tokens, then an error or the end."""
 
     def __init__(self, *outcomes: Sequence[Any]) -> None:
         load = StreamLoad("pool", 1000.0)
@@ -474,7 +474,7 @@ def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_l
         pool.load.update({"dead": Report(1.0)}, now=monotonic())
         with pytest.raises(RayActorError):
             await compute(first)
-        pool.load.update({"dead": Report(2.0)}, now=monotonic())  # was on its way
+        pool.load.update({"dead": Report(2.0)}, now=monotonic())  # sent before the replica died
         first.answer.append(Token(5))
         with pytest.raises(LOST, match="had no replica for"):
             await compute(first)
@@ -484,7 +484,7 @@ def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_l
         pool.load.update({"dead": Report(2.0), "new": Report(1.0)}, now=monotonic())
         await waiting
         assert (asked, list(pool._channels)) == ([first, second], ["dead", "new"])
-        pool.load.update({"dead": Report(9.0)}, now=monotonic() + 5)  # it lives: its network was away
+        pool.load.update({"dead": Report(9.0)}, now=monotonic() + 5)  # the replica lives: only its network had failed
         await compute(first)
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""Cohorts: passes by columns give what passes by pieces give, and each caller hears its tokens once."""
+"""Cohorts: passes by columns give the same results as passes by pieces, and each caller gets each token once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from engine.schedule.stream import Stream, Streams, Token
 
 
 class Recorder(Device):
-    """Keeps how many streams of a cohort each pass had."""
+    """Records the number of a cohort's streams in each pass."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -60,7 +60,7 @@ def test_the_random_numbers_of_many_streams_are_those_of_each(streams: list[tupl
 def test_a_batch_by_columns_is_the_batch_by_pieces(
     asked: list[tuple[int, bool, int]], windows: tuple[int | None, ...], num_others: int
 ) -> None:
-    """Beside them a decoding piece and a chunk of a prompt. After a number of passes, in which pages fill."""
+    """A decoding piece and a chunk of a prompt are beside the cohort. Enough passes run to fill pages."""
     streams = Streams(Pages(200, PAGE_SIZE), cohort_size=64)
     for length, sampled, seed in asked:
         options = SamplingOptions(300, 0.7 if sampled else 0.0, 20, 0.9, stop_ids=(1, 2, 3))
@@ -89,7 +89,7 @@ def test_a_batch_by_columns_is_the_batch_by_pieces(
 
 
 def filled(packer: StreamPacker, shape: StreamShape, laid: Laid) -> dict[str, np.ndarray]:
-    """The parts of a filled buffer, with the pages themselves in place of their places. Items in the order of their rows."""
+    """The parts of a filled buffer. Pages replace the offsets of pages, and items are in the order of their rows."""
     buffer = np.full(shape.size + len(laid.pages), 5, np.int32)
     packer.fill(buffer, shape, laid)
     pages, parts = buffer[shape.size :], {}
@@ -105,7 +105,7 @@ def filled(packer: StreamPacker, shape: StreamShape, laid: Laid) -> dict[str, np
 
 
 def test_a_pass_of_a_cohort_divides_its_keys_as_the_passes_before() -> None:
-    """Packing each pass gives what packing a pass alone gives, while streams join, fill pages and end."""
+    """Packing passes in turn gives the same batches as packing each pass alone, while streams join, fill pages and end."""
     streams = Streams(Pages(200, PAGE_SIZE), cohort_size=64)
     packer = StreamPacker.for_windows(Tiling(64, 2, 2, (9, 0), 132, causal=True), (None,))
     kept, rng = 0, np.random.default_rng(0)
@@ -131,7 +131,7 @@ def test_a_pass_of_a_cohort_divides_its_keys_as_the_passes_before() -> None:
 
 
 def test_streams_that_just_go_on_form_a_cohort() -> None:
-    """The others go on by themselves: those with a penalty, log-probabilities or a bias."""
+    """Streams with a penalty, log-probabilities or a bias continue alone."""
     device = Recorder(60, passes_in_flight=2)
     plain = [stream([3, each], 12) for each in range(5)]
     others = [
@@ -164,7 +164,7 @@ def test_more_streams_than_a_pass_takes_have_their_turns() -> None:
 
 
 def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
-    """A first token comes from a prompt's pass, by `on_token`, and the last one of an answer by `on_token`, too."""
+    """The first token of an answer, which a prompt's pass gives, and its last token come by `on_token`."""
     device = Device(60, passes_in_flight=2)
     heard: list[tuple[list[int], list[int]]] = []
 

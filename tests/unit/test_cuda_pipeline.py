@@ -161,7 +161,7 @@ def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
 def test_no_pass_waits_for_the_one_before_while_prompts_fill_it(
     engines: Callable[[str, int], Engine], waits: Callable[[], Waits]
 ) -> None:
-    """If it did, the first stage would be idle until the last one has ended."""
+    """If a pass waited, the first stage would be idle until the last stage has ended."""
     ours = Staged(engines("qwen3_lm", 2), 64, 100)
     options = SamplingOptions(max_tokens=30, temperature=0.0)
     ours.generate([ours._engine.new_stream(prompt, options) for prompt in prompts([50] * 20)])

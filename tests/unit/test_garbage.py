@@ -1,6 +1,6 @@
-"""A request leaves no cycles of objects behind, and collections skip what a server loads.
+"""A request leaves no cycles of objects behind, and collections skip the objects that a server has loaded.
 
-Servers look for cycles seldom (docs/decisions/026). A cycle keeps what it holds until then, and the frames of an error hold the
+Servers look for cycles seldom (docs/decisions/026). Until then a cycle keeps all its objects, and the frames of an error keep the
 request's body.
 """
 
@@ -57,7 +57,7 @@ EMBEDDER: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "a body that is too large": ("/embed", b'{"inputs": "' + b"a" * 2_000 + b'"}', {}),
     "no such path": ("/nowhere", b"{}", {}),
 }
-# Without streams: anyio's cancel scope, with which Starlette ends one, is a cycle.
+# Streams are left out: Starlette ends a stream with anyio's cancel scope, which is a cycle.
 GENERATOR: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "a completion": ("/v1/completions", b'{"prompt": "a"}', {}),
     "a prompt that is none": ("/v1/completions", b'{"prompt": {}}', {}),
@@ -82,14 +82,14 @@ def tokenizer(minilm: Path) -> Tokenizer:
 def collecting_nothing() -> Iterator[None]:
     gc.disable()
     gc.collect()
-    gc.freeze()  # what is there takes long to look through
+    gc.freeze()  # otherwise collections would search all earlier objects
     yield
     gc.unfreeze()
     gc.enable()
 
 
 async def _post(app: Any, path: str, body: bytes, headers: dict[str, str]) -> None:
-    """Without an HTTP client, whose own objects are cycles."""
+    """Calls the application without an HTTP client, because the client's own objects are cycles."""
     given = {"content-type": "application/json", "content-length": str(len(body))} | headers
     scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": "POST", "query_string": b""}
     scope |= {"path": path, "raw_path": path.encode(), "headers": [(k.encode(), v.encode()) for k, v in given.items()]}
@@ -115,7 +115,7 @@ def _left(app: Any, path: str, body: bytes, headers: dict[str, str]) -> Counter[
 
 def _left_by(ask: Callable[[], Awaitable[None]]) -> Counter[str]:
     async def scenario() -> Counter[str]:
-        for _ in range(2):  # the first request makes what stays
+        for _ in range(2):  # the first request makes objects that stay
             await ask()
             await asyncio.sleep(0.01)
             gc.collect()
@@ -145,7 +145,7 @@ def test_a_generator(what: str, tmp_path: Path) -> None:
 
 
 async def _end_of(task: "asyncio.Task[Any]") -> str:
-    """The name of what the task gives or raises. To raise it here would make this frame a part of a cycle."""
+    """The type name of the task's result or error. Raising the error here would make this frame a part of a cycle."""
     await asyncio.wait([task])
     return "CancelledError" if task.cancelled() else type(task.exception() or task.result()).__name__
 
@@ -197,7 +197,7 @@ def test_a_replicas_model(first: int, expected: str, tokenizer: Tokenizer, caplo
 
 
 class Generator(FakeGenerator):
-    """Its streams pass the scheduler."""
+    """A model whose streams go through the scheduler."""
 
     def __init__(self, folder: Path, loop: EngineLoop) -> None:
         super().__init__(folder)

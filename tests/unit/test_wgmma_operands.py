@@ -18,7 +18,7 @@ _WRITES = re.compile(r"\s*(?:@!?%p\d+\s+)?(?!st\.|bra|cp\.|bar\.|fence|wgmma)[a-
 
 
 def ptx_of(defines: dict[str, int]) -> list[str]:
-    """The lines that NVRTC makes of csrc/four_bits_tiled.cu. cuda.core needs a driver to give them."""
+    """The lines of PTX of csrc/four_bits_tiled.cu. Calls NVRTC directly, because cuda.core needs a driver for this."""
     status, program = nvrtc.nvrtcCreateProgram(whole_source("four_bits_tiled").encode(), b"four_bits_tiled.cu", 0, [], [])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
     macros = [f"-D{name}={value}".encode() for name, value in defines.items()]

@@ -88,7 +88,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
         await wire.connect()
         try:
             await scenario(replica, wires, wire)
-        finally:  # without this a failing test would wait for ever
+        finally:  # otherwise a failing test would wait forever
             replica.go.set()
             wire.close()
             await asyncio.wait_for(wires.close(), 5)
@@ -466,7 +466,7 @@ def test_tokens_for_a_gateway_that_does_not_read_wait_at_the_replica_and_join(st
 
 
 def test_the_engine_s_thread_sends_tokens_while_the_event_loop_is_busy(stream: RunStreams) -> None:
-    """Of two channels on one connection, with log-probabilities and without."""
+    """Messages of two channels share one connection, with and without log-probabilities."""
 
     async def scenario(replica: Generates) -> None:
         begun = await replica.begin([1], [2])

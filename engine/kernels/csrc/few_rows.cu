@@ -17,9 +17,9 @@
 // quarter of a box's columns and half of the box's rows of W. The block adds up the sums of its warps in shared memory.
 // Each block then finishes EACH rows of x: all blocks of the cluster send it their sums of these rows.
 // int8 uses m16n8k32 instead. Its operands have the same layout in registers, in bytes, as those of m16n8k16 in 16 bits.
-// W in 4 bits: one logical operation makes bf16 numbers 128 + code of two codes. Products with 128 + zero are subtracted from the
-// sums of a group: the mma of the group start with the negative sum of its x, which is one mma more for all rows of W. Scales
-// multiply the sums of a group. Mins multiply the sums of its x.
+// W in 4 bits: one logical operation makes two bf16 numbers 128 + code from two codes. If every zero is 8, the mma of a group
+// start with -(128 + 8) times the sum of the group's x, which is one mma more for all rows of W. Otherwise -(128 + zero) times
+// this sum is added to the sums of the group. Then scales multiply the sums of the group, and mins multiply the sum of its x.
 // Hopper has no such instruction for e4m3, so e4m3 is converted to fp16, which holds every value of e4m3. The conversion changes
 // the order of the columns, in the same way for x and for W.
 // x in bf16 and W in e4m3: W is converted to bf16, which holds every value of e4m3. The conversion takes the even columns of each
@@ -32,15 +32,15 @@
 // Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
 // of x as of W. It is slower than cuBLAS from K = 2,560 on.
 #if OPERANDS == 4
-constexpr int COLUMNS = CHUNK;                          // of a box of W
+constexpr int COLUMNS = CHUNK;                          // columns of a box of W
 constexpr u32 BOX_BYTES = BLOCK_N / 16 * RECORD;
 #else
 constexpr int COLUMNS = OPERANDS >= 2 ? 128 : 64;
 constexpr u32 BOX_BYTES = BLOCK_N * 128;
 #endif
 constexpr bool X_IN_8_BITS = OPERANDS == 2 || OPERANDS == 3, W_IN_8_BITS = X_IN_8_BITS || OPERANDS >= 5;
-constexpr int X_BOXES = OPERANDS >= 4 ? COLUMNS / 64 : 1;  // of x, that have as many columns as a box of W
-constexpr int STEPS = X_BOXES;                             // products along the columns that a warp takes of a box
+constexpr int X_BOXES = OPERANDS >= 4 ? COLUMNS / 64 : 1;  // boxes of x with the columns of one box of W
+constexpr int STEPS = X_BOXES;                             // products along a warp's columns of a box
 constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / COLUMNS;
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
 constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // 16-row tiles of W for each half of the warps; the second half may have one fewer
@@ -57,7 +57,7 @@ struct alignas(16) Shared {
     u32 norm[NORM ? SLICE / 2 : 4];
     float partial[4][ROWS][PITCH];
     float inbox[2][SPLIT][EACH][BLOCK_N];
-    float part_squares[4][ROWS], squares[SPLIT][ROWS];  // sums of x^2: of each quarter of this block's columns; by each block
+    float part_squares[4][ROWS], squares[SPLIT][ROWS];  // sums of x^2: by each quarter of the warps' columns; by each block
     u64 full[STAGES], empty[STAGES], inbox_full[2], squares_full;
 };
 
@@ -72,11 +72,11 @@ __device__ __forceinline__ u32 times(u32 a, u32 b) {
     return a;
 }
 
-// Returns the offset in a box of 16 bytes of a row, as TMA has swizzled the box.
+// Returns the offset of one vector of 16 bytes of a row in a box that TMA has swizzled.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
 
 #if OPERANDS == 4
-// What a warp takes of a record: a quarter of its columns.
+// A warp's part of a record: a quarter of the columns.
 struct Rows {
     u32 words[STEPS], scales, zeros;
     __device__ __forceinline__ void load(u32 box, int strip, int part) {
@@ -98,7 +98,7 @@ template <typename IsMine>
 __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], IsMine is_mine) {
     constexpr u32 EVERY = ZEROS ? ONES : ABOVE | EIGHTS | SIGNS;
     const u32 every[4] = {EVERY, EVERY, EVERY, EVERY};
-    float start[TILES][4] = {};  // sums of x: times - (128 + 8), or plain, where each row has its zero
+    float start[TILES][4] = {};  // sums of x: times -(128 + 8), or plain if there are zeros or mins
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -166,7 +166,7 @@ __device__ __forceinline__ void widen(const u32* from, u32 (&to)[COUNT]) {
 
 #endif
 #if OPERANDS != 4
-// What a warp takes of 16 rows of a box: a quarter of its columns.
+// A warp's part of 16 rows of a box: a quarter of the columns.
 struct Rows {
     u32 words[4];
     __device__ __forceinline__ void load(u32 box, int strip, int part) {
@@ -200,8 +200,8 @@ __device__ __forceinline__ u32 pair_of(u32 word) {
     return times(((ODD ? word : word << 8) & 0x80008000u) | magnitude, 0x7b807b80u);
 }
 
-// The permutation matrix with which x is multiplied, 16 x 16, as the operands of two products. Result j of a lane has the columns 4 (lane % 4) + j
-// and + j + 2.
+// The 16 x 16 permutation matrix by which x is multiplied, as the operands of two products. Result j of a lane has the columns
+// 4 (lane % 4) + j and 4 (lane % 4) + j + 2.
 struct Order {
     u32 words[2][2];
     __device__ __forceinline__ Order() {
@@ -225,7 +225,7 @@ __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows
 #pragma unroll
         for (int t = 0; t < TILES; t += 2) {
             constexpr int LAST = TILES - 1;
-            const int next = t < LAST ? t + 1 : t;  // of an odd number of tiles the last one is computed twice
+            const int next = t < LAST ? t + 1 : t;  // if the number of tiles is odd, the last tile is computed twice
             const u32 a[4] = {x[step][2 * t], x[step][2 * next], x[step][2 * t + 1], x[step][2 * next + 1]};
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
@@ -346,8 +346,8 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 
         const int part = warp % 4, half = warp / 4;
         auto is_mine = [&](int i) { return BLOCK_N % 32 == 0 || half * TALL + i < BLOCK_N / 16; };
-        // The 16 bytes of a row whose address this lane gives to ldmatrix. x_single: for the last tile of an odd number of tiles. Its
-        // address is of all columns that the warp takes of a box.
+        // The vector of 16 bytes whose address this lane gives to ldmatrix. x_single is for the last tile of an odd number of
+        // tiles, and covers all of the warp's columns of a box.
         const int x_vector = STEPS == 2 ? part % 2 * 4 : part * 2;
         const u32 x_box_0 = address(x_boxes) + (STEPS == 2 ? part / 2 * X_BOX : 0);
         const u32 x_row = x_box_0 + in_box(lane % 8 + lane / 16 * 8, x_vector + lane / 8 % 2);

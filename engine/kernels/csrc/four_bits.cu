@@ -8,27 +8,28 @@
 //   partial float [SPLIT, N / 16, 32, 4], squares float [grid x, SPLIT, ROWS], counters int [tiles of 16 * TALL * ACROSS
 //   rows of W]: the workspace if SPLIT > 1. The counters are 0 before and after.
 //
-// Grid: x shares the tiles of W's rows, y is one of SPLIT slices of K. A block keeps its slice of x in shared memory and computes
-// one tile after another. A warp takes TALL * 16 rows of a tile and one of DEEP parts of the slice. It copies records by cp.async
-// into a ring of STAGES steps. Each lane reads back only what it has copied, so the ring needs no barrier. W does not depend on the
-// kernel before, so the ring is full when that kernel ends.
-// The 16-row operand of an mma holds rows of W, the 8-column operand rows of x. A code becomes 128 + code (bf16) or 1024 + code
+// Grid: y is one of SPLIT slices of K, and the blocks of a slice divide the tiles of W's rows. A block keeps its slice of x in
+// shared memory and computes one tile after another. A warp takes TALL * 16 rows of a tile and one of DEEP parts of the slice. It
+// copies records by cp.async into a ring of STAGES steps. Each lane reads only the bytes that it has copied, so the ring needs no
+// barrier. W does not depend on the kernel before, so the ring is full when that kernel ends.
+// The 16-row operand of an mma has rows of W, the 8-column operand rows of x. A code becomes 128 + code (bf16) or 1024 + code
 // (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32 sums of a group.
 // With MINS the sums of the group's x are computed as well, by one mma with ones for all rows of W, and the min multiplies them.
-// The warps that share rows add up their sums in shared memory, in their order. With SPLIT > 1 each block leaves its sums in
-// `partial`, and the last block of a tile adds them up in the order of the slices: the result does not depend on which is last.
+// The warps that share rows add up their sums in shared memory, in the order of the warps. With SPLIT > 1 each block leaves its
+// sums in `partial`, and the tile's last block adds them up in the order of the slices. So the result does not depend on which
+// block is last.
 //
 // Floor: N * K / 2 bytes of codes, and the scales.
 constexpr int SLOT = CODES + 32 * LANE_SCALES;  // a record in shared memory, where each lane has its own copy of its scales
 constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
-constexpr int ROWS = 8;    // of x, that an mma takes
-constexpr int CHAINS = 2;  // sums of a group, so that products wait less for each other
+constexpr int ROWS = 8;    // rows of x in an mma
+constexpr int CHAINS = 2;  // independent sums of a group, so that products wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
 static_assert(WARPS == 8, "up to eight warps share a row of x");
 
 // Lies in shared memory after the rings. The sums and then the slice of x follow.
 struct alignas(16) Shared {
-    float part_squares[ROWS][WARPS];  // of this slice, of the warps that share a row
+    float part_squares[ROWS][WARPS];  // sums of x^2 of this slice, by each of the warps that share a row
     float squares[ROWS];              // 1 / root mean square of the row
     bool is_last;
 };
@@ -46,7 +47,7 @@ template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-// Past the L1 cache, which does not see what other multiprocessors write.
+// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
 __device__ __forceinline__ float4 load_of_blocks(const float* x) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
@@ -59,7 +60,7 @@ __device__ __forceinline__ float load_of_blocks_1(const float* x) {
 }
 __device__ __forceinline__ void add(float4& sum, const float4& x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
-// What a warp sums up for its rows of a tile, through one part of K.
+// A warp's sums for its rows of a tile and its part of K.
 struct Sums {
     float4 of[TALL];
 };
@@ -147,7 +148,7 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
 #pragma unroll
             for (int r = 0; r < TALL; ++r) {
                 if (next_step == 0) {
-                    const int strip = min(strip_of(next_tile, r), strips - 1);  // past the end: copied, and not used
+                    const int strip = min(strip_of(next_tile, r), strips - 1);  // past the end the last strip is copied, but not used
                     from[r] = reinterpret_cast<const unsigned char*>(packed) + (static_cast<i64>(strip) * chunks + first) * RECORD;
                 }
                 const u32 slot = ring + (next_stage * TALL + r) * SLOT;
@@ -292,7 +293,7 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         const Vec8 words = reinterpret_cast<const Vec8*>(from + h * 512)[lane];
-        u32 values[4][4];  // of word j, of register i
+        u32 values[4][4];  // [word][register]
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32* const its = reinterpret_cast<const u32*>(from + CODES + lane / 4 * LANE_SCALES) + (h * 64 + j * 16) / GROUP * (1 + ZEROS);
@@ -307,7 +308,8 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
                     values[j][i] = pack(low(pair) * scale, high(pair) * scale);
             }
         }
-        // Of each row, four neighbouring lanes hold pairs of 32 columns. Each gets eight columns side by side.
+        // Four neighbouring lanes have pairs of 32 columns of one row. They exchange pairs, so that each has eight neighbouring
+        // columns.
 #pragma unroll
         for (int part = 0; part < 2; ++part)
 #pragma unroll

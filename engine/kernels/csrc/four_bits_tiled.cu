@@ -1,28 +1,29 @@
-// y = x W^T for 9 to 64 rows of x and W in 4 bits, fused with the operation after it, for sm_80 and later. Sums in fp32.
+// y = x W^T for up to 128 rows of x and W in 4 bits, fused with the operation after it, for sm_80 and later. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows.
 //   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
 //   with eight rows of up in W.
 //   partial float [2 * grid, STRIPS, TILES, 32, 4], counters int [tiles]: the workspace. The counters are 0 before and after.
 //
-// A tile is 128 * TALL rows of W and all rows of x. A step multiplies PER_STEP records of each 16 rows. The steps of all tiles are one
-// list, and each block takes an equal part of it, so all blocks end at about the same time. A block that has only some steps
-// of a tile leaves its sums in `partial`. The last block of the tile adds them up in their order: the result does not depend on
-// which is last.
-// Each step's W and x come by cp.async into a ring of STAGES stages. W does not depend on the kernel before, so W is fetched before
-// that kernel ends. x lies in boxes of 64 columns, swizzled as TMA does it: ldmatrix reads them without bank conflicts, and wgmma
-// takes them as they are.
-// The 16-row operand of a product holds rows of W, in registers; the other one holds rows of x. A code becomes 128 + code (bf16)
+// A tile is 128 * TALL rows of W and all rows of x. A step multiplies PER_STEP records of each 16 rows. The steps of all tiles
+// are one list, and each block takes an equal part of the list, so all blocks end at about the same time. A block that has only
+// some steps of a tile leaves its sums in `partial`. The tile's last block adds the sums up in the order of the steps. So the
+// result does not depend on which block is last.
+// cp.async brings each step's W and x into a ring of STAGES stages. W does not depend on the kernel before, so W is fetched
+// before that kernel ends. x is in boxes of 64 columns with TMA's swizzle: ldmatrix reads them without bank conflicts, and wgmma
+// expects this layout.
+// The 16-row operand of a product has rows of W, in registers; the other operand has rows of x. A code becomes 128 + code (bf16)
 // or 1024 + code (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32
 // sums of a group. With MINS the sums of the group's x are computed as well, by a product with ones, and the min multiplies them.
-// Hopper has wgmma: the operand in registers and the sums lie as those of m16n8k16, a warp has 16 of the 64 rows.
+// On Hopper the products are wgmma. Its register operand and its sums have the layout of m16n8k16, with 16 of the 64 rows in a
+// warp.
 //
 // Floor: N * K / 2 bytes of codes, and the scales. x is read once for each tile, from the L2 cache.
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int STRIPS = WARPS * TALL;  // 16-row strips of a tile
 constexpr int TILES = ROWS / 8;       // 8-row tiles of x
 constexpr int COLUMNS = PER_STEP * CHUNK, BOXES = COLUMNS / 64;
-constexpr int PART = PER_STEP * RECORD, UNITS = PART / 16;  // of a strip in a step: bytes, and what one cp.async copies
+constexpr int PART = PER_STEP * RECORD, UNITS = PART / 16;  // of a strip in a step: its bytes, and its copies of 16 bytes
 constexpr u32 X_BOX = ROWS * 128, X_BYTES = BOXES * X_BOX, W_BYTES = STRIPS * PART;
 static_assert(TILES % 2 == 0, "ldmatrix takes two tiles of x");
 static_assert(PART % 16 == 0, "a copy takes 16 bytes");
@@ -38,21 +39,21 @@ template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-// Past the L1 cache, which does not see what other multiprocessors write.
+// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
 __device__ __forceinline__ float4 load_of_blocks(const float* x) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
     return v;
 }
 
-// The offset in a box of 16 bytes of a row.
+// The offset in a box of one vector of 16 bytes of a row.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
 
 struct Sums {
     float of[TALL][TILES][4];
 };
 
-// The A operand of 16 columns: of word j of a lane.
+// Makes the A operand of 16 columns from one word of a lane's codes.
 __device__ __forceinline__ void operand(u32 (&a)[4], u32 word, const Scales& scales) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = codes_of(word >> 4 * i, scales.minus[i % 2]);
@@ -120,12 +121,12 @@ __device__ __forceinline__ u64 descriptor(u32 shared) {
     return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
 }
 
-// The operands of W for the products of a group of a strip, and for those that follow.
-constexpr int NUMBER = COLUMNS / GROUP * TALL;  // groups of strips in a step
+// Two operands of W: for the products of the present group of a strip, and for those of the next one.
+constexpr int NUMBER = COLUMNS / GROUP * TALL;  // groups of all strips of a warp in a step
 struct Operands {
     u32 of[2][GROUP / 16][4];
     Scales scales[2];
-    // Converts the group of a strip that has this number in a step.
+    // Converts group `number` of the step.
     __device__ __forceinline__ void convert(int number, u32 w) {
         const int first = number % NUMBER / TALL * GROUP, at = number % 2;
         const u32 record = w + (threadIdx.x / 32 * TALL + number % TALL) * PART + first / CHUNK * RECORD;
@@ -144,8 +145,8 @@ struct Operands {
     }
 };
 
-// Adds the products of a step. While those of a group of a strip run, the codes of the next group are converted. While the last
-// ones run, `next` fetches, and returns where the W of the next step is, or 0.
+// Adds the products of a step. While the products of a group run, the codes of the next group are converted. During the last
+// group `next` starts copies, and returns the address of the next step's W, or 0.
 template <typename Next>
 __device__ __forceinline__ void multiply(Sums& sums, Operands& operands, u32 x, u32 w, Next next) {
     float group[TILES][4], x_sums[TILES][4];
@@ -194,7 +195,7 @@ struct Operands {
     __device__ __forceinline__ void begin(u32) {}
 };
 
-// Adds the products of a step. `next` fetches.
+// Adds the products of a step. `next` starts copies.
 template <typename Next>
 __device__ __forceinline__ void multiply(Sums& sums, Operands&, u32 x, u32 w, Next next) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -244,7 +245,7 @@ __device__ __forceinline__ void multiply(Sums& sums, Operands&, u32 x, u32 w, Ne
 }
 #endif
 
-// The place in y of a lane's two columns of 16 rows of W, `strip`, for eight rows of x from `first_row` on. 0 if there is none.
+// The address in y of a lane's two columns of `strip`, for eight rows of x from `first_row` on. Null past the end of y.
 __device__ __forceinline__ u32* place_of(u16* __restrict__ y, int strip, int strips, int first_row, int m, i64 y_stride) {
     const int lane = threadIdx.x % 32, row = first_row + lane % 4 * 2 + lane / 4 % 2;
     const bool is_there = strip < strips && row < m;
@@ -252,7 +253,7 @@ __device__ __forceinline__ u32* place_of(u16* __restrict__ y, int strip, int str
 }
 __device__ __forceinline__ void write(u32* to, const float (&sums)[4], const u32 (&before)[2]) {
     const bool odd = threadIdx.x / 4 % 2;
-    // Neighbouring columns lie in neighbouring lanes / 4. Two lanes exchange, so that each has two columns of one row.
+    // Neighbouring columns are in lanes 4 apart. Two lanes exchange values, so that each has two columns of one row.
     auto pair = [&](float even_row, float odd_row) {
         const float other = __shfl_xor_sync(0xffffffffu, odd ? even_row : odd_row, 4);
         return odd ? make_float2(other, odd_row) : make_float2(even_row, other);
@@ -291,7 +292,7 @@ four_bits_tiled(const u16* __restrict__ x, const int* __restrict__ packed, u16* 
 #pragma unroll
         for (int i = 0; i < (TALL * UNITS + 31) / 32; ++i) {
             const int unit_of_warp = i * 32 + lane, r = unit_of_warp / UNITS;
-            const int strip = min(strip_of(tile, r), strips - 1);  // past the end: copied, and not used
+            const int strip = min(strip_of(tile, r), strips - 1);  // past the end the last strip is copied, but not used
             if (unit_of_warp < TALL * UNITS) copy_async(to + unit_of_warp * 16, from + strip * strip_bytes + (unit_of_warp - r * UNITS) * 16);
         }
     };
