@@ -209,7 +209,12 @@ class Plan:
         for name, entry in self.entries.items():
             if not entry.min_replicas or entry.pipeline == 1 or why_on_one_device(self.shapes[name]) or self._node_holds(name):
                 continue
-            nodes = [node for node in self.nodes if _may(entry, node.name) and _runs(entry.dtype, node)]
+            # Ray chooses a node of a class, so each one counts as the one with the least memory.
+            nodes = [
+                replace(self.classes[node.class_name], name=node.name)
+                for node in self.nodes
+                if _may(entry, node.name) and _runs(entry.dtype, node)
+            ]
             if len(nodes) < 2:
                 continue
             others = [each for each in self.entries.values() if each.name != name]
