@@ -32,8 +32,8 @@ test-lm-eval: $(VENV)/.installed-test $(CLIENTS)/.installed-lm-eval ## lm-eval a
 test-mteb: $(VENV)/.installed-test $(CLIENTS)/.installed-mteb ## MTEB against the server; installs torch a second time
 	$(CLIENTS)/bin/python -m pytest tests/clients/test_mteb.py $(ARGS)
 
-test-nodes: $(VENV)/.installed-test ## what takes minutes: a head that dies and comes back with a Redis, a pipeline that is planned and applied
-	EMBERFORGE_TEST_NODES=1 $(BIN)/python -m pytest tests/cluster/test_node_command.py tests/cluster/test_pipeline_deploy.py -k "redis or stages" $(ARGS)
+test-nodes: $(VENV)/.installed-test ## what takes minutes: a head that dies and comes back with a Redis, pipelines on one node and on several
+	EMBERFORGE_TEST_NODES=1 $(BIN)/python -m pytest tests/cluster/test_node_command.py tests/cluster/test_pipeline_deploy.py tests/cluster/test_stages_on_nodes.py tests/parity/test_ring_processes.py -k "redis or stages or silent" $(ARGS)
 
 lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/ruff format --check .

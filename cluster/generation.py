@@ -116,7 +116,13 @@ def decode_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, str
 
 
 def pipeline_decode_tokens_per_s(
-    config: ModelConfig, dtype: torch.dtype, nodes: Sequence[Node], layers: Sequence[range], streams: int, length: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    nodes: Sequence[Node],
+    layers: Sequence[range],
+    streams: int,
+    length: int,
+    gbit_s: float | None = None,
 ) -> float:
     """Like `decode_tokens_per_s`, for a model on several cards.
 
@@ -126,12 +132,38 @@ def pipeline_decode_tokens_per_s(
     Args:
         nodes: for each stage, a node with only its card.
         layers: the layers of each stage.
+        gbit_s: the rate of the network between stages on several nodes. None for stages on one node.
     """
     groups = min(streams, len(layers))
     rows = math.ceil(streams / groups)
-    stages = zip(nodes, layers, strict=True)
-    steps_s = [_step_s(replace(config, part=part), dtype, node, rows, length) for node, part in stages]
-    return streams / max(groups * max(*steps_s, _host_s(rows)), sum(steps_s))
+    steps_s, sent_s = ring_pass_s(config, dtype, nodes, layers, rows, length, gbit_s)
+    return streams / max(groups * max(*steps_s, sent_s, _host_s(rows)), sum(steps_s) + len(layers) * sent_s)
+
+
+def ring_pass_s(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    nodes: Sequence[Node],
+    layers: Sequence[range],
+    rows: int,
+    length: int,
+    gbit_s: float | None,
+) -> tuple[list[float], float]:
+    """The seconds of each stage for a decode step of `rows` streams, and the seconds to send its hidden states once.
+
+    Arguments as in `pipeline_decode_tokens_per_s`. The delay of the network's packets does not count.
+    """
+    head = len(layers) - 1 if gbit_s is None else 0  # the stage that has the head
+    steps_s = [
+        _step_s(replace(config, part=part), dtype, node, rows, length, has_head=stage == head)
+        for stage, (node, part) in enumerate(zip(nodes, layers, strict=True))
+    ]
+    return steps_s, 0.0 if gbit_s is None else rows / sent_tokens_per_s(config, dtype, gbit_s)
+
+
+def sent_tokens_per_s(config: ModelConfig, dtype: torch.dtype, gbit_s: float) -> float:
+    """The tokens/s whose hidden states a network carries from one stage to the next."""
+    return gbit_s * 1e9 / 8 / (config.hidden_size * compute_dtype(dtype).itemsize)
 
 
 def _host_s(streams: int) -> float:
@@ -139,11 +171,11 @@ def _host_s(streams: int) -> float:
     return _HOST_S + streams * _HOST_STREAM_S
 
 
-def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int) -> float:
+def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int, has_head: bool = True) -> float:
     """The device's time for a decode step of a model, or of a part of a model."""
     speed = speed_of(node)
     wide = compute_dtype(dtype).itemsize
-    head = config.vocab_size * config.hidden_size * wide if config.has_end else 0
+    head = config.vocab_size * config.hidden_size * wide if has_head else 0
     layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
     read = layers + head + streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time. A

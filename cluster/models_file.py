@@ -26,7 +26,8 @@ class ModelEntry(ModelSpec):
     tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; for a generation model, of decode
     context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
     streams: PositiveInt | None = None
-    pipeline: PositiveInt | None = None  # cards of one node that share the layers; None: the smallest number that holds the model
+    # Cards that share the layers: of one node, or of several where no node holds the model. None: the fewest that hold it.
+    pipeline: PositiveInt | None = None
     # A new version runs beside the old one for some time, and gets this percentage of the requests. None: it replaces
     # the old one.
     canary: int | None = Field(None, ge=1, le=50)
@@ -65,6 +66,7 @@ class ModelsFile(BaseModel):
     models: tuple[ModelEntry, ...] = Field(min_length=1)
     default: str | None = None
     gateways: PositiveInt = 1  # replicas of the gateway
+    network_gbit_s: PositiveFloat = 1.0  # between the nodes, for models whose stages are on several nodes
     asleep: Literal["wait", "refuse"] = "wait"  # what happens to a request that starts a sleeping model
     settings: ServerSettings = ServerSettings()
 

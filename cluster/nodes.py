@@ -61,6 +61,8 @@ class Node:
     cpu_bf16: bool = False  # whether the CPUs have instructions for bfloat16; False for a node from a file, because it is unknown
     measurement: Measurement | None = None  # by `emberforge doctor --measure` on this node
     measurement_problem: str | None = None  # why the node's measurement is not used
+    # Of a group (`cluster/groups.py`): for each stage of a model its node with only its card. Empty for a machine.
+    members: "tuple[Node, ...]" = ()
 
     @property
     def class_name(self) -> str:
@@ -68,6 +70,8 @@ class Node:
 
         The class is also the value of the label by which models are placed. If the cards differ, it names all of them in order.
         """
+        if self.members:
+            return _shortened(".".join(each.class_name for each in self.members), _LABEL_LENGTH)
         if self.cards:
             cards = [f"{_slug(card.name)}-{_nominal_gib(card.total_bytes)}g" for card in self.cards]
             if not self.is_mixed:
@@ -90,14 +94,17 @@ class Node:
     def usable_bytes(self) -> int:
         """Bytes that models may take: of each card, or of the host if there is no card.
 
-        Ray chooses the card of a replica on one card. So if the cards differ, each one counts as the smallest.
+        Ray chooses the card of a replica on one card. So if the cards differ, each one counts as the smallest. Of a group: the
+        bytes of all its cards or hosts.
         """
+        if self.members:
+            return sum(each.usable_bytes for each in self.members)
         return min((card.total_bytes for card in self.cards), default=self.ram_bytes) - self.reserved
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the cards are of different kinds."""
-        return len({(card.name, round(card.total_bytes / GIB)) for card in self.cards}) > 1
+        """Whether the cards are of different kinds, so that Ray cannot choose among them."""
+        return not self.members and len({(card.name, round(card.total_bytes / GIB)) for card in self.cards}) > 1
 
     def with_card(self, index: int) -> "Node":
         """The node as if it had only this card."""

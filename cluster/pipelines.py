@@ -1,4 +1,7 @@
-"""Plans pipelines, whose layers are divided among several cards of one node: the memory of each stage, and the cards."""
+"""Plans pipelines, whose layers are divided among several cards: the memory of each stage, and the cards of one node.
+
+`cluster/groups.py` finds cards of several nodes.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,7 +12,7 @@ import torch
 
 from cluster.nodes import Node
 from cluster.placement import EXACT_STEPS, Demand, Placement, Replica, Slot, place
-from cluster.throughput import card_speed
+from cluster.throughput import card_speed, speed_of
 from engine import cut
 from engine.model.config import ModelConfig
 from engine.model.footprint import footprint
@@ -19,33 +22,46 @@ from engine.run.stages import bytes_beside_passes, sizes_of
 
 @dataclass(frozen=True)
 class Cards:
-    """A model, and the cards that may hold it together, in the order of the node's cards.
+    """A model, and the cards that may hold it together, in the order of the stages.
 
     The tokens of a cache are 0 for a model without one.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    nodes: tuple[Node, ...]  # for each card, its node with only this card
+    nodes: tuple[Node, ...]  # for each card, its node with only this card; in a ring also nodes without cards
     max_batch_tokens: int | None
+    in_ring: bool = False  # each stage is a process of its own (`engine/run/ring_pipeline.py`)
 
     @cached_property
     def _sizes(self) -> cut.Model:
-        return sizes_of(self.config, self.dtype, on_gpu=True)
+        return sizes_of(self.config, self.dtype, self._on_gpu, head_is_first=self.in_ring)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return all(node.cards for node in self.nodes)
 
     def _pass_bytes(self, num_cards: int) -> int:
         """The bytes that each card needs besides weights and cache."""
+        if not self._on_gpu:
+            host = footprint(self.config, self.dtype, "cpu", self.max_batch_tokens, cache_tokens=0)
+            return host.of_passes + host.context
         one = footprint(self.config, self.dtype, "gpu", self.max_batch_tokens, cache_tokens=0)
         return one.of_passes + one.context + bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens)
 
     @cached_property
     def _devices(self) -> list[cut.Device]:
         passes = self._pass_bytes(len(self.nodes))
-        speeds = [card_speed(node.cards[0].name) for node in self.nodes]
+        speeds = [card_speed(node.cards[0].name) if node.cards else speed_of(node) for node in self.nodes]
         # Passes of texts take the time of their products, decode steps the time of reading the weights.
         rates = [speed.gemm if self.config.generation is None else speed.copy for speed in speeds]
         return [
-            cut.Device(node.cards[0].name, node.usable_bytes, passes, *cut.seconds_by_bytes(self._sizes, rate))
+            cut.Device(
+                node.cards[0].name if node.cards else node.name,
+                node.usable_bytes,
+                passes,
+                *cut.seconds_by_bytes(self._sizes, rate),
+            )
             for node, rate in zip(self.nodes, rates, strict=True)
         ]
 

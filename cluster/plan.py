@@ -19,15 +19,17 @@ from cluster.generation import (
     pipeline_decode_tokens_per_s,
     pipeline_prefill_tokens_per_s,
     prefill_rate,
+    sent_tokens_per_s,
     settled,
 )
+from cluster.groups import Group, choose_group, free_members
 from cluster.measurement import Measurement
 from cluster.model_folder import read_model, with_options
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Node
 from cluster.pipelines import Cards, arrange
-from cluster.placement import Demand, Placement, Replica, Slot
+from cluster.placement import Demand, Replica, Slot
 from cluster.throughput import (
     Basis,
     Rate,
@@ -65,6 +67,7 @@ class Assigned:
     """A replica of the plan, and the reason for its place. A replica that is not `required` is reserved for autoscaling.
 
     A generation model gets `more_cache_bytes` in addition to its least cache. A pipeline has `more_cards` besides its first one.
+    A pipeline over several nodes has `members` instead, a card for each stage, as `pc1:0`; `node` then names all of them.
     """
 
     model: str
@@ -78,6 +81,7 @@ class Assigned:
     basis: Basis  # the source of tokens_per_s
     required: bool
     why: str
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class PlannedPool:
     streams: int | None  # the number of longest streams that this cache holds at once
     num_stages: int  # of each replica: whole cards of its node, or parts of a node's CPUs
     sleeps: bool  # without requests, in the host's memory
+    bundles: tuple[str, ...] = ()  # for stages on several nodes: the node class of each
 
     @property
     def name(self) -> str:
@@ -106,7 +111,7 @@ class PlannedPool:
     @property
     def devices(self) -> tuple[str, ...]:
         """The devices of a replica with several stages. Ray shows a replica only the cards that it reserves."""
-        if self.num_stages == 1:
+        if self.num_stages == 1 or self.bundles:
             return ()
         return tuple(f"cuda:{index}" if self.num_gpus else "cpu" for index in range(self.num_stages))
 
@@ -124,7 +129,7 @@ class GenerationRates:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A replica over several cards of one node: the layers of each card, and the bytes that it needs there."""
+    """A replica over several cards: the layers of each card, and the bytes that it needs there."""
 
     cards: Cards
     layers: tuple[range, ...]
@@ -183,13 +188,86 @@ class Plan:
         self.dtypes = {name: self._dtype(entry) for name, entry in self.given.items()}
         self.entries = {name: _in_dtype(entry, self.dtypes[name]) for name, entry in self.given.items()}
         self.demands = {name: self._demand(entry, self.dtypes[name]) for name, entry in self.given.items()}
+        self.groups: dict[str, Group] = {}  # by the name of the node that stands for it
+        self._why_no_group: dict[str, str] = {}
+        grouped = self._group_all()
         self.rates = {
             (name, each): self._rate(self.entries[name], each)
             for name, demand in self.demands.items()
             for each in demand.bytes_on
         }
-        self.placement: Placement
-        self.placement, self.slots = arrange(list(self.demands.values()), empty)
+        alone = [demand for name, demand in self.demands.items() if name not in {each.model for each in grouped}]
+        placed, slots = arrange(alone, self._empty_slots)
+        lacking = Counter(each.model for each in grouped)
+        missing = {name: lack for name, count in lacking.items() if (lack := self.entries[name].min_replicas - count)}
+        self.placement = replace(placed, replicas=(*grouped, *placed.replicas), missing={**placed.missing, **missing})
+        self.slots = [*slots, *(each.slot for each in grouped)]
+
+    def _group_all(self) -> list[Replica]:
+        """The replicas of models that no node holds. Their cards are no longer free for other models."""
+        found = list[Replica]()
+        for name, entry in self.entries.items():
+            if not entry.min_replicas or entry.pipeline == 1 or why_on_one_device(self.shapes[name]) or self._node_holds(name):
+                continue
+            # Ray chooses a node of a class, so each one counts as the one with the least memory.
+            nodes = [
+                replace(self.classes[node.class_name], name=node.name)
+                for node in self.nodes
+                if _may(entry, node.name) and _runs(entry.dtype, node)
+            ]
+            if len(nodes) < 2:
+                continue
+            others = [each for each in self.entries.values() if each.name != name]
+            named = {node for each in others for node in each.nodes or ()}
+            for _ in range(entry.min_replicas):
+                taken = {(each.node.name, each.index) for group in self.groups.values() for each in group.members}
+                try:
+                    group = choose_group(free_members(nodes, taken, named), entry.pipeline, partial(self._check_group, entry))
+                except ModelError as error:
+                    self._why_no_group[name] = str(error)
+                    break
+                found.append(self._grouped(name, group))
+        return found
+
+    def _node_holds(self, name: str) -> bool:
+        """Whether an empty node holds a replica, as the entry asks for it."""
+        entry = self.entries[name]
+        allowed = self._allowed_classes(entry)
+        return any(
+            isinstance(self._pipeline(entry, self.classes[each]), Pipeline) or needs <= self.classes[each].usable_bytes
+            for each, needs in self.demands[name].bytes_on.items()
+            if each in allowed
+        )
+
+    def _check_group(self, entry: ModelEntry, node: Node) -> None:
+        if isinstance(found := self._pipeline(entry, node), str):
+            raise ModelError(found)
+
+    def _grouped(self, name: str, group: Group) -> Replica:
+        """Adds a group to the plan. The group is a node class on which the model alone runs."""
+        node, entry = group.node, self.entries[name]
+        pipeline = self._pipeline(entry, node)
+        assert isinstance(pipeline, Pipeline), "the group was checked"
+        key = "+".join(group.places)
+        self.groups[key], self.classes[node.class_name] = group, node
+        self.class_of[key] = node.class_name
+        self.demands[name] = replace(
+            self.demands[name],
+            bytes_on={node.class_name: sum(pipeline.needs_bytes)},
+            tokens_per_s={node.class_name: self._rate(entry, node.class_name).tokens_per_s},
+            cards_on={node.class_name: len(group.members)},
+        )
+        used, on_node = (
+            {(each.node.name, each.index) for each in group.members},
+            Counter(each.node.name for each in group.members),
+        )
+        self._empty_slots = [
+            slot if slot.node_places is None else replace(slot, node_places=max(0, slot.node_places - on_node[slot.node]))
+            for slot in self._empty_slots
+            if (slot.node, slot.index) not in used
+        ]
+        more = tuple(range(1, len(group.members)))
+        return Replica(name, Slot(key, 0, node.class_name, node.usable_bytes, None, None, more), True)
 
     def footprint(self, name: str, node_class: str, **changes: Any) -> Footprint:
         """The bytes of one replica on a node class. `changes` replaces fields of the model's entry."""
@@ -209,15 +287,21 @@ class Plan:
             return self._decode(entry, node, entry.streams)
         if isinstance(pipeline := self._pipeline(entry, node), Pipeline):
             rates = [tokens_per_s(config, dtype_on(entry, card, config), card).tokens_per_s for card in pipeline.cards.nodes]
-            return Rate(pipeline_tokens_per_s(rates, pipeline.layers), "estimated")
+            return Rate(self._carried(pipeline, pipeline_tokens_per_s(rates, pipeline.layers)), "estimated")
         return tokens_per_s(config, dtype_on(entry, node, config), node)
+
+    def _carried(self, pipeline: Pipeline, rate: float) -> float:
+        """The rate of a pipeline's passes, limited by the network between its nodes."""
+        cards = pipeline.cards
+        return min(rate, sent_tokens_per_s(cards.config, cards.dtype, self.file.network_gbit_s)) if cards.in_ring else rate
 
     def _decode(self, entry: ModelEntry, node: Node, streams: int) -> Rate:
         config, pipeline = self.shapes[entry.name], self._pipeline(entry, node)
         dtype = dtype_on(entry, node, config)
         if isinstance(pipeline, Pipeline):
             cards, layers = pipeline.cards.nodes, pipeline.layers
-            return Rate(pipeline_decode_tokens_per_s(config, dtype, cards, layers, streams, _half(entry)), "estimated")
+            gbit_s = self.file.network_gbit_s if pipeline.cards.in_ring else None
+            return Rate(pipeline_decode_tokens_per_s(config, dtype, cards, layers, streams, _half(entry), gbit_s), "estimated")
         return decode_rate(config, dtype, node, streams, _half(entry))
 
     def _prefill(self, entry: ModelEntry, node: Node) -> Rate:
@@ -225,7 +309,8 @@ class Plan:
         dtype = dtype_on(entry, node, config)
         if isinstance(pipeline, Pipeline):
             cards, layers = pipeline.cards.nodes, pipeline.layers
-            return Rate(pipeline_prefill_tokens_per_s(config, dtype, cards, layers, _half(entry)), "estimated")
+            rate = pipeline_prefill_tokens_per_s(config, dtype, cards, layers, _half(entry))
+            return Rate(self._carried(pipeline, rate), "estimated")
         return prefill_rate(config, dtype, node, _half(entry))
 
     def pipeline_on(self, name: str, node_class: str) -> Pipeline | None:
@@ -241,6 +326,11 @@ class Plan:
         return self._pipelines[key]
 
     def _new_pipeline(self, entry: ModelEntry, node: Node) -> Pipeline | str | None:
+        if node.members:
+            try:
+                return self._cut(entry, node, len(node.members))
+            except ModelError as error:
+                return str(error)
         if not node.cards or entry.pipeline == 1 or why_on_one_device(self.shapes[entry.name]) is not None:
             return None
         if (most := self._most_cards[node.class_name]) < (entry.pipeline or 2):
@@ -260,8 +350,8 @@ class Plan:
     def _cut(self, entry: ModelEntry, node: Node, number: int) -> Pipeline:
         """The pipeline of an entry over `number` cards of the node. Raises: ModelError if it does not fit."""
         config = with_options(self.shapes[entry.name], entry)
-        alone = tuple(node.with_card(index if node.is_mixed else 0) for index in range(number))
-        cards = Cards(config, dtype_on(entry, node, config), alone, entry.max_batch_tokens)
+        alone = node.members or tuple(node.with_card(index if node.is_mixed else 0) for index in range(number))
+        cards = Cards(config, dtype_on(entry, node, config), alone, entry.max_batch_tokens, in_ring=bool(node.members))
         tokens = whole_pages(entry.cache_tokens or 1)
         return Pipeline(cards, tuple(cards.layers(tokens)), cards.needs(tokens))
 
@@ -279,7 +369,7 @@ class Plan:
         for each, needs in self.demands[name].bytes_on.items():
             node = self.classes[each]
             holds = needs <= node.usable_bytes or self.pipeline_on(name, each) is not None
-            if entry.streams is not None and each in allowed and holds:
+            if entry.streams is not None and (each in allowed or node.members) and holds:
                 decode, alone, prefill = self.rates[name, each], self._decode(entry, node, 1), self._prefill(entry, node)
                 found[each] = GenerationRates(
                     alone.tokens_per_s, decode.tokens_per_s, prefill.tokens_per_s, decode.basis, prefill.basis
@@ -323,6 +413,8 @@ class Plan:
         entry, pipeline = self.entries[name], self.pipeline_on(name, node_class)
         if pipeline is None or self.written[name].cache_tokens is not None or entry.context is None:
             return 0
+        if not self.classes[node_class].cards:  # the engine's own reserve of the host's memory is not in the plan
+            return 0
         least = whole_pages(entry.cache_tokens or 1)
         return pipeline.cards.most_cache_tokens(least, MOST_STREAMS * whole_pages(entry.context)) - least
 
@@ -336,7 +428,8 @@ class Plan:
             if pool[1] == node_class:
                 share = self._share(*pool, more_bytes.get(pool, 0))
                 pools.append((share, len(replicas), max(Counter(each.slot.node for each in replicas).values())))
-        return finds_room(sorted(pools, reverse=True), [len(node.cards) for node in nodes])
+        taken = Counter(each.node.name for group in self.groups.values() for each in group.members)
+        return finds_room(sorted(pools, reverse=True), [len(node.cards) - taken[node.name] for node in nodes])
 
     def _share(self, name: str, node_class: str, more_bytes: int) -> int:
         """The share of a card that Ray reserves for a replica, in ten-thousandths, because Ray counts four decimals.
@@ -365,7 +458,8 @@ class Plan:
         """
         on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}
         for each in self.placement.replicas:
-            on_node[each.slot.node][each.model, each.slot.node_class] += 1
+            if each.slot.node not in self.groups:
+                on_node[each.slot.node][each.model, each.slot.node_class] += 1
         left = {node.name: node.ram_bytes - HOST_RESERVE - on_node[node.name].total() * HOST_BYTES for node in self.nodes}
         found = list[tuple[str, str]]()
         for pool in sorted(self._by_pool, key=lambda pool: list(self.entries).index(pool[0])):
@@ -413,9 +507,18 @@ class Plan:
                     *self.rates[each.model, slot.node_class],
                     each.required,
                     self._why(each.model, slot),
+                    self.places(slot.node),
                 )
             )
         return tuple(found)
+
+    def places(self, node: str) -> tuple[str, ...]:
+        """The card of each stage of a group, as `pc1:0`. Empty for a machine."""
+        return self.groups[node].places if node in self.groups else ()
+
+    def machines(self, node: str) -> tuple[str, ...]:
+        """The nodes of a group with one entry for each stage; for a machine the machine."""
+        return tuple(each.node.name for each in self.groups[node].members) if node in self.groups else (node,)
 
     def capacity(self, slot: Slot) -> int:
         """Bytes for models. A pipeline uses the whole memory of different cards."""
@@ -530,7 +633,10 @@ class Plan:
         cache = entry.cache_tokens if entry.context else None
         if cache is not None:
             cache += self.more_cache_tokens.get((name, node_class), 0)
-        places, has_others = _places(node), list(self.class_of.values()).count(node_class) > 1
+        num_gpus = self._share(name, node_class, self._more_bytes(name, node_class)) / 1e4 if node.cards else 0.0
+        if node.members:  # of each stage
+            num_gpus = 1.0 if node.cards else 0.0
+        places, has_others = 1 if node.members else _places(node), list(self.class_of.values()).count(node_class) > 1
         most = max(Counter(each.slot.node for each in replicas).values())
         return PlannedPool(
             name,
@@ -540,14 +646,15 @@ class Plan:
             len(replicas),
             # Any limit works on the only node of a class. A limit that follows the number would make Serve replace all replicas.
             most if has_others else max(most, len(node.cards) or places),
-            self._share(name, node_class, self._more_bytes(name, node_class)) / 1e4 if node.cards else 0.0,
+            num_gpus,
             CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
             1 if node.cards else max(1, node.num_cpus // places),
             self.rates[name, node_class].tokens_per_s,
             cache,
             whole_pages(cache) // whole_pages(entry.context) if cache and entry.context else None,
-            self.demands[name].cards_on.get(node_class, 1) if node.cards else entry.pipeline or 1,
+            self.demands[name].cards_on.get(node_class, 1) if node.cards or node.members else entry.pipeline or 1,
             (name, node_class) in self.sleeping,
+            tuple(each.class_name for each in node.members),
         )
 
     def _why(self, name: str, slot: Slot) -> str:
@@ -555,6 +662,8 @@ class Plan:
         possible = [each for each, needs in demand.bytes_on.items() if needs <= self.classes[each].usable_bytes]
         if demand.nodes is not None:
             return "pinned there"
+        if slot.node in self.groups:
+            return f"{len(slot.more) + 1} stages on {len(set(self.machines(slot.node)))} nodes, because no node holds it"
         if slot.more:
             return f"{len(slot.more) + 1} cards, {'as asked' if self.entries[name].pipeline else 'because no card holds it'}"
         if len(self.classes) == 1:
@@ -570,6 +679,9 @@ class Plan:
     def _why_not(self, name: str) -> str:
         demand = self.demands[name]
         allowed = [slot for slot in self.slots if _may(self.entries[name], slot.node)]
+        if group := self._why_no_group.get(name):
+            one = self._why_no_pipeline(name, allowed)
+            return f"no node holds it{f' ({one})' if one else ''}, and neither do several: {group}"
         if reason := self._why_no_pipeline(name, allowed):
             return reason
         possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]
@@ -698,7 +810,8 @@ class Plan:
         if changed == self.demands[name] or not self._tries:
             return False
         self._tries -= 1
-        demands = [changed if each.model == name else each for each in self.demands.values()]
+        grouped = {each.model for each in self.placement.replicas if each.slot.node in self.groups} - {name}
+        demands = [changed if each.model == name else each for each in self.demands.values() if each.model not in grouped]
         required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # without replicas for autoscaling
         then, _ = arrange(required, self._empty_slots, _TRY_STEPS)
         others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
+from cluster.generation import ring_pass_s
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Plan, PlannedPool, Unplaced
+from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Pipeline, Plan, PlannedPool, Unplaced
 from cluster.throughput import Basis, speed_of
 from engine.devices import DTYPES, DtypeName
 from engine.model.config import ModelConfig
@@ -49,7 +50,7 @@ _MOST_FILE_BYTES = 5 * GIB
 @dataclass(frozen=True, slots=True)
 class CardUse:
     """The used memory of a card. `card` is None for a node without cards; the memory is then the host's. The cards of a pipeline
-    are one use: `more_cards` are those besides the first one."""
+    are one use: `more_cards` are those besides the first one, or `members` if they are of several nodes."""
 
     node: str
     card: int | None
@@ -58,6 +59,7 @@ class CardUse:
     used_bytes: int
     capacity: int
     models: tuple[str, ...]
+    members: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -83,7 +85,8 @@ def cpu_uses(plan: Plan) -> tuple[CpuUse, ...]:
     num_cpus = {(pool.model, pool.node_class): pool.num_cpus for pool in plan.pools}
     booked = dict.fromkeys((node.name for node in plan.nodes), 0.0)
     for each in plan.assigned:
-        booked[each.node] += num_cpus[each.model, plan.class_of[each.node]]
+        for machine in plan.machines(each.node):
+            booked[machine] += num_cpus[each.model, plan.class_of[each.node]]
     return tuple(CpuUse(node.name, round(booked[node.name], 2), node.num_cpus) for node in plan.nodes)
 
 
@@ -98,7 +101,11 @@ def card_uses(plan: Plan) -> tuple[CardUse, ...]:
         here = on.get((slot.node, card), [])
         used = sum(each.needs_bytes + each.more_cache_bytes for each in here)
         models = tuple(each.model for each in here)
-        uses.append(CardUse(slot.node, card, slot.more, slot.node_class, used, plan.capacity(slot), models))
+        if slot.node in plan.groups and not plan.classes[slot.node_class].cards:
+            here = on[slot.node, None]
+            used, models = sum(each.needs_bytes for each in here), tuple(each.model for each in here)
+        members = plan.places(slot.node)
+        uses.append(CardUse(slot.node, card, slot.more, slot.node_class, used, plan.capacity(slot), models, members))
     return tuple(uses)
 
 
@@ -154,7 +161,10 @@ def show(plan: Plan, console: Console) -> None:
 
 def summary(plan: Plan) -> tuple[str, ...]:
     """The plan in a few lines: what is placed, what is missing, and how full the cluster is."""
-    required, nodes = sum(each.required for each in plan.assigned), {each.node for each in plan.assigned}
+    required, nodes = (
+        sum(each.required for each in plan.assigned),
+        {machine for each in plan.assigned for machine in plan.machines(each.node)},
+    )
     uses, cpus = card_uses(plan), cpu_uses(plan)
     memory = f"{sum(each.used_bytes for each in uses) / GIB:,.1f} of {sum(each.capacity for each in uses) / GIB:,.1f} GiB"
     booked = f"{sum(each.booked for each in cpus):g} of {sum(each.num_cpus for each in cpus)}"
@@ -303,9 +313,38 @@ def _pipeline_note(plan: Plan, pool: PlannedPool) -> Iterator[str]:
     if pipeline is None:
         return
     tokens = pool.cache_tokens or 0
+    if pool.bundles:
+        yield from _group_notes(plan, pool, pipeline, tokens)
+        return
     cards = zip(pipeline.cards.layers(tokens), pipeline.cards.needs(tokens), strict=True)
     cut = ", ".join(f"layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for part, needs in cards)
     yield f"{pool.name}: {pool.num_stages} cards of one node, {cut}; the slowest card decides the rates"
+
+
+def _group_notes(plan: Plan, pool: PlannedPool, pipeline: Pipeline, tokens: int) -> Iterator[str]:
+    """The stages of each replica on several nodes, and the predicted time of a pass."""
+    parts = list(zip(pipeline.cards.layers(tokens), pipeline.cards.needs(tokens), strict=True))
+    for each in plan.assigned:
+        if each.model == pool.model and each.members:
+            stages = zip(each.members, parts, strict=True)
+            cut = ", ".join(
+                f"{place} layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for place, (part, needs) in stages
+            )
+            yield f"{pool.name}: {len(parts)} stages, {cut}; the first one has the head"
+    entry, cards, gbit_s = plan.entries[pool.model], pipeline.cards, plan.file.network_gbit_s
+    if entry.streams is not None and entry.context is not None:
+        rows = -(-entry.streams // min(entry.streams, len(parts)))
+        layers = [part for part, _ in parts]
+        length = max(1, entry.context // 2)
+        steps_s, sent_s = ring_pass_s(cards.config, cards.dtype, cards.nodes, layers, rows, length, gbit_s)
+        on_way_s = len(parts) * sent_s
+        takes = f"{1e3 * (sum(steps_s) + on_way_s):.3g} ms through all stages"
+        yield (
+            f"{pool.name}: a decode pass of {_count(rows, 'stream')} takes {takes}, {1e3 * on_way_s:.2g} ms of it on the network "
+            f"at network_gbit_s: {gbit_s:g}"
+        )
+    if plan.classes[pool.node_class].cards:
+        yield f"{pool.name}: stages on several nodes have not been run on GPUs yet; the rates are computed"
 
 
 def _sleep_note(plan: Plan, pool: PlannedPool) -> str:
@@ -392,7 +431,9 @@ def _lacking(each: Unplaced) -> str:
 
 
 def _place(each: Assigned | CardUse) -> str:
-    """The node and its card, as `srv:0`, or its cards, as `srv:0+1`."""
+    """The node and its card, as `srv:0`, or its cards, as `srv:0+1`; for cards of several nodes `pc1:0+pc2:0`."""
+    if each.members:
+        return "+".join(each.members)
     return f"{each.node}:cpu" if each.card is None else f"{each.node}:{'+'.join(map(str, (each.card, *each.more_cards)))}"
 
 

@@ -59,11 +59,12 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
     options: dict[str, Any] = {"num_cpus": pool.num_cpus}
     if pool.num_gpus:
         options["num_gpus"] = pool.num_gpus
-    options["label_selector"] = {"emberforge-class": pool.node_class}
-    if entry.nodes is not None:
-        options["label_selector"]["emberforge-node"] = f"in({','.join(entry.nodes)})"
-    elif entry.not_nodes:
-        options["label_selector"]["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
+    engine: dict[str, Any] = {"name": "Engine", **scaling_options(pool.min_replicas, pool.max_replicas)}
+    if pool.bundles:
+        engine |= _bundles(pool, entry)
+    else:
+        options["label_selector"] = _where(pool.node_class, entry)
+        engine["max_replicas_per_node"] = pool.max_per_node
     application = {
         "name": pool.name,
         "route_prefix": None,
@@ -75,17 +76,32 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
             "tokens_per_s": _rate(pool),
             "settings": _plain(plan.file.settings),
         }
-        | ({"sleeps": True} if pool.sleeps else {}),
-        "deployments": [
-            {
-                "name": "Engine",
-                **scaling_options(pool.min_replicas, pool.max_replicas),
-                "max_replicas_per_node": pool.max_per_node,
-                "ray_actor_options": options,
-            }
-        ],
+        | ({"sleeps": True} if pool.sleeps else {})
+        | ({"stages": len(pool.bundles)} if pool.bundles else {}),
+        "deployments": [engine | {"ray_actor_options": options}],
     }
     return application if entry.canary is None else versioned(application)
+
+
+def _bundles(pool: PlannedPool, entry: ModelEntry) -> dict[str, Any]:
+    """The placement group of each replica: a bundle for each stage, the first one for the replica itself."""
+    bundle = {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
+    return {
+        "placement_group_bundles": [bundle for _ in pool.bundles],
+        "placement_group_bundle_label_selector": [_where(node_class, entry) for node_class in pool.bundles],
+        # Ray does not count the memory of hosts, so two stages may not meet on one.
+        "placement_group_strategy": "PACK" if pool.num_gpus else "STRICT_SPREAD",
+    }
+
+
+def _where(node_class: str, entry: ModelEntry) -> dict[str, str]:
+    """The labels of the nodes that may have a replica, or a stage of one."""
+    labels = {"emberforge-class": node_class}
+    if entry.nodes is not None:
+        labels["emberforge-node"] = f"in({','.join(entry.nodes)})"
+    elif entry.not_nodes:
+        labels["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
+    return labels
 
 
 def _gateway_application(plan: Plan, specs: dict[str, ModelSpec], names: dict[str, str]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Divides a model's layers among the devices of a pipeline, by the memory and the speed of each device. Does not import torch.
 
-A stage is the consecutive layers on one device. The first stage also has the word embeddings, the last one the final norm and
-the head. Stages compute at the same time, so the slowest stage limits the throughput. The cut makes the slowest stage as fast as
-the memory allows.
+A stage is the consecutive layers on one device. The first stage also has the word embeddings, and the last one has the final norm
+and the head. If the stages are processes of their own, the first one has the head (`engine/run/ring_pipeline.py`). Stages compute
+at the same time, so the slowest stage limits the throughput. The cut makes the slowest stage as fast as the memory allows.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,12 @@ class Model:
 
     layer_bytes: tuple[int, ...]  # the weights of each layer
     words_bytes: int  # the word embeddings and other weights of the first stage
-    head_bytes: int  # the final norm, the head, and other weights of the last stage
+    head_bytes: int  # the final norm, the head, and other weights of the stage that has the head
     cache_bytes: int  # of the cache, for one token and one layer; 0 for a model without a cache
+    head_is_first: bool = False  # the first stage has the head
+
+    def has_head(self, stage: int, num_stages: int) -> bool:
+        return stage == (0 if self.head_is_first else num_stages - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def cut(model: Model, devices: Sequence[Device], cache_tokens: int) -> list[rang
 
     def seconds(stage: int, first: int, stop: int) -> float:
         fits = stage_bytes(model, devices, stage, range(first, stop), cache_tokens) <= devices[stage].free_bytes
-        return stage_seconds(devices, stage, range(first, stop)) if fits else float("inf")
+        return stage_seconds(model, devices, stage, range(first, stop)) if fits else float("inf")
 
     slowest, _ = _cheapest(seconds, len(devices), n_layers, max)
     if slowest == float("inf"):
@@ -104,14 +108,14 @@ def cut_with_cache(model: Model, devices: Sequence[Device], most_tokens: int, pa
 def stage_bytes(model: Model, devices: Sequence[Device], stage: int, layers: range, cache_tokens: int) -> int:
     """Bytes of a stage: weights, passes and cache."""
     weights = sum(model.layer_bytes[layers.start : layers.stop])
-    weights += model.words_bytes * (stage == 0) + model.head_bytes * (stage == len(devices) - 1)
+    weights += model.words_bytes * (stage == 0) + model.head_bytes * model.has_head(stage, len(devices))
     return weights + devices[stage].pass_bytes + cache_tokens * model.cache_bytes * len(layers)
 
 
-def stage_seconds(devices: Sequence[Device], stage: int, layers: range) -> float:
+def stage_seconds(model: Model, devices: Sequence[Device], stage: int, layers: range) -> float:
     """Seconds of a stage for a pass. The look-up of words counts as no time."""
     device = devices[stage]
-    return sum(device.layer_s[layers.start : layers.stop]) + device.head_s * (stage == len(devices) - 1)
+    return sum(device.layer_s[layers.start : layers.stop]) + device.head_s * model.has_head(stage, len(devices))
 
 
 def _cheapest(cost: OfStage, num_stages: int, n_layers: int, join: Callable[[float, float], float]) -> tuple[float, list[range]]:

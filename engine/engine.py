@@ -3,10 +3,11 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.devices import DTYPES, DtypeName, compute_dtype, default_batch_tokens, is_integrated
-from engine.errors import BackendError, InvalidInput, ModelError, NotFinite, OutOfMemory
+from engine.errors import BackendError, EngineStopped, InvalidInput, ModelError, NotFinite, OutOfMemory
 from engine.heads.splade import most_splade_seqs
 from engine.kernels.tiles import LEAST_TILED, tiling
 from engine.load import Loaded, choose, choose_all, read_config
@@ -34,11 +35,14 @@ from engine.run.cuda_streams import StreamRunner
 from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
+from engine.run.later_stage import LaterStage, StageOptions
 from engine.run.pack import BatchPacker
 from engine.run.pipeline import Pipeline
+from engine.run.ring import Ring, Store
+from engine.run.ring_pipeline import RingPipeline
 from engine.run.runner import CpuRunner
 from engine.run.sleep import Sleeper, tensors_of
-from engine.run.stages import Stage, plan_stages
+from engine.run.stages import Stage, facts_of, plan_ring, plan_stages
 from engine.run.streams import StreamPacker
 from engine.run.tune import tune, tune_streams
 from engine.schedule.cohort import CohortPass
@@ -49,6 +53,8 @@ from engine.schedule.stream import Answer, Stream, Token
 from engine.text.grammar import Compiler
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -65,6 +71,7 @@ class Engine:
         stages: Sequence[Stage] = (),
         speculate: bool = True,
         sleeper: Sleeper | None = None,
+        ring: Ring | None = None,
     ) -> None:
         """
         Args:
@@ -74,6 +81,7 @@ class Engine:
             stages: the parts of the model, if it is on several devices. `config` is that of the whole model.
             speculate: as in `load`.
             sleeper: for an engine that can sleep: the result of `sleeper_of`, which holds the memory of weights and caches.
+            ring: the connection to the later stages, if they are processes of their own. `stages` is then the first stage alone.
         """
         self._sleeper = sleeper
         self.stages = tuple(stages) or (Stage(config, device),)
@@ -97,8 +105,10 @@ class Engine:
         cache = caches[0] if caches else None
         if cache is not None and cache.in_8_bits and self.packer.tiling is not None:
             self.packer = replace(self.packer, tiling=replace(self.packer.tiling, capability=LEAST_TILED))  # for its kernels
-        self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline  # a CudaPipeline is a StreamRunner
-        if parts.earlier and caches:
+        self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline | RingPipeline  # a CudaPipeline is a StreamRunner
+        if ring is not None:
+            self.runner = RingPipeline(self.network, self.packer, cache, device, ring)
+        elif parts.earlier and caches:
             self.runner = self._pipeline(parts.earlier, caches)
         elif device.type == "cpu" or (cache is not None and self.packer.tiling is None):
             self.runner = CpuRunner(self.network, self.packer, cache, parts.earlier)
@@ -155,6 +165,9 @@ class Engine:
         trust_remote_code: bool = False,
         on_download: Callable[[float], None] | None = None,
         on_progress: Callable[[float], None] | None = None,
+        later: Sequence[LaterStage] = (),
+        address: str = "127.0.0.1",
+        on_lost: Callable[[EngineStopped], None] | None = None,
     ) -> "Engine":
         """Loads a model folder, a Hub id, or the embedded model, and warms it up.
 
@@ -182,6 +195,10 @@ class Engine:
             trust_remote_code: with that backend, run the code in the model's folder.
             on_download: gets the downloaded share of the files' bytes, during a download from the Hub.
             on_progress: gets the loaded share of the tensors, during the load.
+            later: further stages, each in a process of its own, in the order of the layers. This process is the first stage. Only
+                for decoders. Call `close` at the end.
+            address: of this machine, by which the later stages reach it.
+            on_lost: called when the process of a later stage is lost, after all passes under way have failed.
         Raises: ModelError with the file and what to do.
         """
         if num_threads is not None:
@@ -198,6 +215,11 @@ class Engine:
         if why := slower_in_8_bits(config, chosen):
             log.warning("%s: %s", folder, why)
         stages: list[Stage] = []
+        if later:
+            options = StageOptions(str(model), _name(chosen), pooling, max_batch_tokens, max_input_tokens, kv_cache_dtype)
+            return cls._load_first(
+                later, options, folder, config, where[0], cache_tokens, speculate, address, on_progress, on_lost
+            )
         with ExitStack() as reserved, torch.inference_mode():
             for each in dict.fromkeys(where):
                 reserved.enter_context(reserve.reservation(each))
@@ -212,6 +234,52 @@ class Engine:
             engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages, speculate, sleeper)
             engine.warm_up(max_batch_tokens)
         return engine
+
+    @classmethod
+    def _load_first(
+        cls,
+        later: Sequence[LaterStage],
+        options: StageOptions,
+        folder: Path,
+        config: ModelConfig,
+        device: torch.device,
+        cache_tokens: int | None,
+        speculate: bool,
+        address: str,
+        on_progress: Callable[[float], None] | None,
+        on_lost: Callable[[EngineStopped], None] | None,
+    ) -> "Engine":
+        """Loads the first stage of a ring while the later stages load theirs."""
+        num_stages, dtype = len(later) + 1, DTYPES[options.dtype]
+        with ExitStack() as reserved, torch.inference_mode():
+            opened = [each.open(options, num_stages) for each in later]
+            facts = [facts_of(config, dtype, device, num_stages, options.max_batch_tokens, address), *_all(opened)]
+            layers, cache_tokens = plan_ring(config, dtype, facts, device.type == "cuda", cache_tokens)
+            where = zip(facts, layers, strict=True)
+            log.info("layers by stage: %s", ", ".join(f"{each.name} {len(part)}" for each, part in where))
+            loading = [each.load(part, cache_tokens) for each, part in zip(later, layers[1:], strict=True)]
+            reserved.enter_context(reserve.reservation(device))
+            first = Stage(replace(config, part=layers[0]), device)
+            parts = load_parts(folder, first.config, dtype, device, on_progress)
+            _all(loading)
+            store = Store(address, num_stages)
+            for index, each in enumerate(later, 1):
+                each.run(store.place(index))
+            ring = Ring(store.place(0), address, device, compute_dtype(dtype), config.hidden_size, store)
+            engine = cls(config, parts, dtype, device, cache_tokens, options.max_batch_tokens, [first], speculate, ring=ring)
+            try:
+                engine.warm_up(options.max_batch_tokens)
+            except BaseException:
+                engine.close()
+                raise
+            if isinstance(engine.runner, RingPipeline):
+                engine.runner.on_lost = on_lost
+        return engine
+
+    def close(self) -> None:
+        """Ends the stages in other processes. No pass may be under way, and none may follow."""
+        if isinstance(self.runner, RingPipeline):
+            self.runner.close()
 
     def warm_up(self, max_batch_tokens: int | None) -> None:
         """Compiles the kernels before the first request, and raises ModelError for a broken model."""
@@ -406,7 +474,7 @@ class Engine:
     @property
     def speculation_rows(self) -> int:
         """As in `engine.passes.Runner`."""
-        return self.runner.speculation_rows if isinstance(self.runner, CpuRunner | StreamRunner | Pipeline) else 0
+        return 0 if isinstance(self.runner, CudaRunner) else self.runner.speculation_rows
 
     @property
     def cohort_size(self) -> int:
@@ -416,7 +484,7 @@ class Engine:
     @property
     def num_stages(self) -> int:
         """The number of devices that compute a pass one after the other."""
-        return len(self.stages)
+        return self.runner.num_stages if isinstance(self.runner, RingPipeline) else len(self.stages)
 
     @property
     def max_batch_seqs(self) -> int | None:
@@ -428,7 +496,7 @@ class Engine:
     @property
     def max_graph_tokens(self) -> int:
         """The most tokens of a batch that runs as a CUDA graph; 0 on a CPU."""
-        return 0 if isinstance(self.runner, CpuRunner | Pipeline) else self.runner.max_graph_tokens
+        return self.runner.max_graph_tokens if isinstance(self.runner, CudaRunner | StreamRunner) else 0
 
     @property
     def longest_input(self) -> int:
@@ -455,7 +523,16 @@ class Engine:
 
     @property
     def dtype_name(self) -> DtypeName:
-        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return _name(self.dtype)
+
+
+def _name(dtype: torch.dtype) -> DtypeName:
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
+def _all(futures: Sequence[Future[T]]) -> list[T]:
+    """The results of all later stages. Raises: the first error."""
+    return [each.result() for each in futures]
 
 
 def sleeper_of(parts: Loaded, devices: Sequence[torch.device]) -> Sleeper | None:

@@ -44,7 +44,8 @@ class EngineStopped(EmberError):
 
 
 class DeviceLost(EngineStopped):
-    """The device fails at every call (a sticky CUDA error). Only a new process can use it again."""
+    """The device fails at every call (a sticky CUDA error), or the process of another stage is lost. Only a new process can
+    compute again."""
 
 
 class DeadlinePassed(EmberError):

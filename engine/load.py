@@ -118,16 +118,15 @@ def load(
     Args:
         config, device: those of the last stage, if the model is on several devices.
         on_progress: as in `Checkpoint`.
-        earlier: the stages before it.
+        earlier: the stages before it. If instead `config` is the first stage's, the later ones are processes of their own.
     Raises: ModelError with the file and what to do.
     """
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype, on_progress, config.quantization) as checkpoint:
-        checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
-        checkpoint.keeps_four_bits = memory.keeps_four_bits(config, dtype) and has_four_bits(device)
+        _prepare_for(checkpoint, config, dtype, device)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
-        if not earlier:  # otherwise the cut has compared each stage with its device
+        if config.part is None:  # otherwise the cut has compared each stage with its device
             reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, device.type == "cuda"), device, str(folder))
         models = [_load_stage(stage, checkpoint) for stage in earlier]
         model = family(config, checkpoint)
@@ -142,11 +141,30 @@ def load(
         language_head = None
         if config.generation is not None:
             language_head = _load_language_head(config, config.generation, first, checkpoint)
-        checkpoint.finish(model.unused)
+        checkpoint.finish(model.unused, _elsewhere(config) if config.has_words else ())
     outputs = _load_outputs(folder, config, tokenizer, vector_head, device, wide)
     prompts = None if config.generation is None else Prompts.of(folder, tokenizer.shared)
     parts = assemble(config, model, vector_head, outputs, language_head, tokenizer, prompts, wide, device)
     return replace(parts, earlier=tuple(models))
+
+
+def load_layers(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
+    """Loads the layers of `config.part`, which is not the first stage. Raises: ModelError with the file and what to do."""
+    with current(device), Checkpoint(folder, device, dtype, None, config.quantization) as checkpoint:
+        _prepare_for(checkpoint, config, dtype, device)
+        return family_of(config)(config, checkpoint)
+
+
+def _prepare_for(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
+    checkpoint.keeps_four_bits = memory.keeps_four_bits(config, dtype) and has_four_bits(device)
+
+
+def _elsewhere(config: ModelConfig) -> tuple[str, ...]:
+    """Patterns of the names of tensors that later stages load."""
+    if config.has_end:
+        return ()
+    return (*(f"layers.{index}.*" for index in range(config.layers.stop, config.n_layers)), "norm.weight")
 
 
 def assemble(

@@ -266,14 +266,16 @@ class Checkpoint:
         """A tensor of `take_all` on the model's device."""
         return self._on_device(tensor, tensor.dtype)
 
-    def finish(self, unused: Sequence[str]) -> list[str]:
+    def finish(self, unused: Sequence[str], elsewhere: Sequence[str] = ()) -> list[str]:
         """Check the tensors that were not taken.
 
         Args:
             unused: glob patterns, without the prefix, of tensors that embeddings do not need (heads, buffers).
+            elsewhere: glob patterns of tensors that another process loads.
         Returns: the names that match `unused`. Raises: ModelError naming unexpected tensors.
         """
         left = sorted(set(self._file_of) - self._taken)
+        left = [name for name in left if not _matches(name.removeprefix(self._prefix), elsewhere)]
         if self._dequantizes is not None:
             left = [name for name in left if not self._dequantizes.adds_nothing(name)]
         bare = [name.removeprefix(self._prefix) for name in left]

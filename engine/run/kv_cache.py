@@ -15,7 +15,7 @@ _CPU = torch.device("cpu")
 PAGE_SIZE = 128  # tokens: the block of keys that the attention kernels walk
 # The default size of the cache is 16 whole contexts. On a CPU it takes at most a quarter of the free memory.
 _CONTEXTS = 16
-_FREE_SHARE = 4
+CPU_SHARE = 4
 # This much of a GPU stays free, for kernels that CUDA loads after the weights.
 KERNEL_BYTES = 512 << 20
 
@@ -74,7 +74,7 @@ def default_tokens(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """
     per_token, most = bytes_per_token(config, dtype), most_default_tokens(config)
     if device.type == "cpu":
-        fits = psutil.virtual_memory().available // _FREE_SHARE // per_token
+        fits = psutil.virtual_memory().available // CPU_SHARE // per_token
         return max(PAGE_SIZE, int(min(most, fits)))
     free = reserve.free_bytes(device)
     fits = (free - pass_bytes - KERNEL_BYTES) // per_token // PAGE_SIZE * PAGE_SIZE

@@ -61,20 +61,27 @@ class Network:
 
     def __call__(self, batch: PackedBatch, heads: Sequence[OutputHead]) -> Results:
         pooled_only = self.vector_head.reads_pooled_rows and not heads
-        hidden = self.model.forward(batch, pooled_only)
-        vectors = self.vector_head(hidden, batch, pooled_only)
+        return self.finish_batch(self.model.forward(batch, pooled_only), batch, heads)
+
+    def finish_batch(self, hidden: Tensor, batch: PackedBatch, heads: Sequence[OutputHead]) -> Results:
+        """The results of a pass from its hidden states: [B, C] if the vectors read only pooled rows and there are no heads, else
+        [T, C]."""
+        vectors = self.vector_head(hidden, batch, self.vector_head.reads_pooled_rows and not heads)
         return vectors, [head(hidden, vectors, batch) for head in heads]
 
     def compute(self, batch: PackedBatch, pieces: Sequence[Piece]) -> Computed:
         """The results of a pass for the pieces of a batch."""
+        is_scored = any(piece.scored is not None for piece in pieces)
+        return self.choose(self.model.forward(batch, pooled_only=not is_scored), pieces)
+
+    def choose(self, hidden: Tensor, pieces: Sequence[Piece]) -> Computed:
+        """The results of a pass for its pieces, from the hidden states: [T, C] if a piece is scored, else [B, C]."""
         assert self.language_head is not None, "only a generation model has pieces"
         scores: list[list[Token] | None] = []
         if any(piece.scored is not None for piece in pieces):
-            whole = self.model.forward(batch)  # [T, C]
-            scores = score_prompts(whole, pieces, self.language_head)
-            hidden = whole.index_select(0, batch.pooled_rows)  # [B, C]
-        else:
-            hidden = self.model.forward(batch, pooled_only=True)
+            scores = score_prompts(hidden, pieces, self.language_head)
+            last_rows = np.cumsum([len(piece.token_ids) for piece in pieces]) - 1
+            hidden = hidden.index_select(0, torch.from_numpy(last_rows).to(hidden.device))  # [B, C]
         pooled = [index for index, piece in enumerate(pieces) if piece.pooled is not None]
         vectors = None
         if pooled:

@@ -1,4 +1,4 @@
-"""Plans the stages of a model on several devices of this process: the layers of each device, and the size of the cache."""
+"""Plans the stages of a model on several devices: the layers of each device, and the size of the cache."""
 
 import logging
 from collections import Counter
@@ -24,7 +24,7 @@ from engine.model.footprint import (
 )
 from engine.run import reserve
 from engine.run.fits import pass_bytes
-from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
+from engine.run.kv_cache import CPU_SHARE, KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
 from engine.run.layer_times import measure, seconds_on_gpu
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,11 @@ def why_on_one_device(config: ModelConfig) -> str | None:
     return None
 
 
-def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model:
-    """The bytes of the parts of a decoder, each in its dtype. Plans use it, too."""
+def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool, head_is_first: bool = False) -> cut.Model:
+    """The bytes of the parts of a decoder, each in its dtype. Plans use it, too.
+
+    `head_is_first`: the first stage has the head, as in a ring. A tied head is then the table of the words, and counts once.
+    """
     wide = compute_dtype(dtype)
 
     def weights(index: int) -> int:
@@ -89,12 +92,13 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> cut.Model
     table = config.vocab_size * config.hidden_size * wide.itemsize
     head = (config.hidden_size + dense_parameters(config) + head_parameters(config)) * wide.itemsize  # the final norm first
     if config.generation is not None:
-        head += table
+        head += table  # the last layer's number of weights contains it
     if config.n_layers > 1:  # a model of one layer is refused by its number of layers
         layers[0] -= table
         layers[-1] -= head
+    words = 0 if head_is_first and config.generation is not None and config.generation.tied else table
     cache = 0 if config.generation is None else bytes_per_token(replace(config, part=range(1)), wide)
-    return cut.Model(tuple(layers), table, head, cache)
+    return cut.Model(tuple(layers), words, head, cache, head_is_first)
 
 
 def _cards(
@@ -119,6 +123,67 @@ def _cards(
     ]
 
 
+def facts_of(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, num_stages: int, max_batch_tokens: int | None, address: str
+) -> cut.Device:
+    """The facts about the device of one stage that is a process of its own. `address`: of its machine, for errors.
+
+    A GPU that cannot be measured has no `layer_s`.
+    """
+    sizes = sizes_of(config, dtype, on_gpu=device.type == "cuda", head_is_first=True)
+    name = f"{device} of {address}"
+    if device.type == "cpu":
+        passes = family_of(config).table_bytes(config)
+        seconds = cut.seconds_by_bytes(sizes, 1.0)  # stages on CPUs are equally fast
+        return cut.Device(name, int(psutil.virtual_memory().available), passes, *seconds)
+    times = measure(config, dtype, device, seconds_on_gpu)
+    torch.cuda.empty_cache()  # frees the memory of the measured layers before the free memory is read
+    passes = bytes_beside_passes(config, dtype, num_stages, max_batch_tokens) + pass_bytes(
+        config, dtype, device, max_batch_tokens
+    )
+    seconds = (), 0.0
+    if times is not None:
+        seconds = cut.seconds_by_layer(sizes, times.layer, _one_layer(config, dtype), times.head)
+    return cut.Device(name, reserve.free_bytes(device), passes, *seconds)
+
+
+def plan_ring(
+    config: ModelConfig, dtype: torch.dtype, devices: Sequence[cut.Device], on_gpu: bool, cache_tokens: int | None
+) -> tuple[list[range], int | None]:
+    """The layers of each stage, for stages that are processes of their own, and the tokens of the cache.
+
+    Args:
+        devices: the results of `facts_of`, in the order of the stages.
+        cache_tokens: the size of a generation model's cache. None chooses it by the free memory: on GPUs all of it, on CPUs a
+            quarter.
+    Returns: the tokens are None for a model without a cache. Raises: as `plan_stages`.
+    """
+    if (reason := why_on_one_device(config)) is not None:
+        raise ModelError(f"{reason}; give one device")
+    sizes = sizes_of(config, dtype, on_gpu, head_is_first=True)
+    if any(not each.layer_s for each in devices):
+        layer_s, head_s = cut.seconds_by_bytes(sizes, 1.0)
+        devices = [replace(each, layer_s=layer_s, head_s=head_s) for each in devices]
+    if config.generation is None:
+        return cut.cut(sizes, devices, cache_tokens=0), None
+    if cache_tokens is not None:
+        return cut.cut(sizes, devices, whole_pages(cache_tokens)), cache_tokens
+    if on_gpu:
+        return cut.cut_with_cache(sizes, devices, most_default_tokens(config), PAGE_SIZE)
+    layers = cut.cut(sizes, devices, PAGE_SIZE)
+    wide = compute_dtype(dtype)
+    fits = [
+        device.free_bytes // CPU_SHARE // bytes_per_token(replace(config, part=part), wide)
+        for device, part in zip(devices, layers, strict=True)
+    ]
+    return layers, max(PAGE_SIZE, min(most_default_tokens(config), *fits))
+
+
+def _one_layer(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The bytes of the layer that `measure` computes."""
+    return sizes_of(config, compute_dtype(dtype), on_gpu=True).layer_bytes[-1]
+
+
 def _seconds(
     config: ModelConfig, dtype: torch.dtype, devices: Sequence[torch.device], sizes: cut.Model
 ) -> list[tuple[tuple[float, ...], float]]:
@@ -130,7 +195,7 @@ def _seconds(
     one_of_each = {name: device for device, name in names.items()}
     times = {name: measure(config, dtype, device, seconds_on_gpu) for name, device in one_of_each.items()}
     torch.cuda.empty_cache()  # frees the memory of the measured layers before the free memory is read
-    layer_bytes = sizes_of(config, compute_dtype(dtype), on_gpu=True).layer_bytes[-1]
+    layer_bytes = _one_layer(config, dtype)
     found = []
     for device in devices:
         if (its := times[names[device]]) is None:

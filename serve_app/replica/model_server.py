@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from time import monotonic, time
+from typing import Any
 
 import ray
 from ray import serve
@@ -103,15 +104,18 @@ class EngineServer:
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Loads the engine. Benchmarks and tests replace only this method."""
-        return Engine.load(
-            spec.model,
-            num_threads=num_threads,
-            devices=spec.devices,
-            sleeps=self.sleeps,
-            on_download=self._start.downloaded,
-            on_progress=self._start.loaded,
+        return Engine.load(spec.model, **self.load_options(spec, num_threads))
+
+    def load_options(self, spec: ModelSpec, num_threads: int) -> dict[str, Any]:
+        """The options of `Engine.load`."""
+        return {
+            "num_threads": num_threads,
+            "devices": spec.devices,
+            "sleeps": self.sleeps,
+            "on_download": self._start.downloaded,
+            "on_progress": self._start.loaded,
             **spec.options,
-        )
+        }
 
     def report(self) -> Report:
         """This replica's report. `busy` covers the time since the last report."""
@@ -148,6 +152,7 @@ class EngineServer:
 
     async def __del__(self) -> None:
         await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._engine.close)
         self._in_flight.close()
 
 

@@ -31,6 +31,7 @@ from serve_app.replica.channel import Channels
 from serve_app.replica.local import LocalGenerator
 from serve_app.replica.model_server import BusyShare, EngineServer
 from serve_app.replica.rest import Rest
+from serve_app.replica.stages import end_process, start_stages
 from serve_app.replica.watched import WatchedGenerator
 from serve_app.replica.wire import Wires, listening_host
 
@@ -53,14 +54,17 @@ class PoolArgs(BaseModel):
     num_threads: int | None = Field(None, ge=1)
     tokens_per_s: float = Field(gt=0)  # the plan's value, used until a replica has measured its own rate
     sleeps: bool = False  # whether the host has memory for the weights of a replica without requests
+    stages: int = Field(1, ge=1)  # processes that share the layers, each in a bundle of the replica's placement group
     settings: ServerSettings = ServerSettings()
 
 
 class PoolServer(EngineServer):
     """A replica behind gateways."""
 
-    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None, sleeps: bool = False) -> None:
-        self.sleeps = sleeps
+    def __init__(
+        self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None, sleeps: bool = False, stages: int = 1
+    ) -> None:
+        self.sleeps, self._num_stages = sleeps, stages
         super().__init__(spec, settings, num_threads)
         self._rest = Rest(self._engine, self._loop, self._health) if sleeps else None
         self._busy_for_scaling = BusyShare(self._loop)
@@ -70,6 +74,13 @@ class PoolServer(EngineServer):
         if isinstance(self._model, LocalGenerator):
             self._channels = Channels(WatchedGenerator(self._model, self._in_flight))
         self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host, self._channels)
+
+    def load_options(self, spec: ModelSpec, num_threads: int) -> dict[str, Any]:
+        options = super().load_options(spec, num_threads)
+        if self._num_stages == 1:
+            return options
+        later, address = start_stages(spec, num_threads)
+        return options | {"later": later, "address": address, "on_lost": end_process, "sleeps": False}
 
     async def embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """Like `ServedModel.embed`."""
@@ -229,5 +240,7 @@ def bind(args: PoolArgs, server: type[EngineServer] = PoolServer, **options: Any
     engine = serve.deployment(name="Engine")(server).options(**chosen)
     asleep = {"min_replicas": 0, "initial_replicas": 0, "max_replicas": 1}
     ingress = serve.deployment(name="Unrouted")(Unrouted).options(autoscaling_config=asleep)
-    application: serve.Application = ingress.bind(engine.bind(args.spec, args.settings, args.num_threads, args.sleeps))
+    application: serve.Application = ingress.bind(
+        engine.bind(args.spec, args.settings, args.num_threads, args.sleeps, args.stages)
+    )
     return application

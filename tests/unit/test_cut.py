@@ -24,8 +24,8 @@ def fits(model: Model, devices: list[Device], stages: list[range], cache_tokens:
     )
 
 
-def seconds(devices: list[Device], stages: list[range]) -> list[float]:
-    return [stage_seconds(devices, index, layers) for index, layers in enumerate(stages)]
+def seconds(model: Model, devices: list[Device], stages: list[range]) -> list[float]:
+    return [stage_seconds(model, devices, index, layers) for index, layers in enumerate(stages)]
 
 
 sizes = st.integers(0, 50)
@@ -34,7 +34,7 @@ sizes = st.integers(0, 50)
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Model, list[Device], int]:
     layers = draw(st.lists(st.integers(1, 20), min_size=1, max_size=8))
-    model = Model(tuple(layers), draw(sizes), draw(sizes), draw(st.integers(1, 3)))
+    model = Model(tuple(layers), draw(sizes), draw(sizes), draw(st.integers(1, 3)), draw(st.booleans()))
 
     def device(index: int) -> Device:
         layer_s = draw(st.lists(st.integers(1, 9), min_size=len(layers), max_size=len(layers)).map(tuple))
@@ -53,10 +53,10 @@ def test_the_cut_is_the_best_of_all_that_fit(problem: tuple[Model, list[Device],
         return
     found = cut(model, devices, tokens)
     assert found in possible
-    slowest = min(max(seconds(devices, each)) for each in possible)
-    assert max(seconds(devices, found)) == slowest
-    quickest = min(sum(seconds(devices, each)) for each in possible if max(seconds(devices, each)) == slowest)
-    assert sum(seconds(devices, found)) == pytest.approx(quickest)
+    slowest = min(max(seconds(model, devices, each)) for each in possible)
+    assert max(seconds(model, devices, found)) == slowest
+    quickest = min(sum(seconds(model, devices, each)) for each in possible if max(seconds(model, devices, each)) == slowest)
+    assert sum(seconds(model, devices, found)) == pytest.approx(quickest)
 
 
 @given(problems(), st.integers(1, 8))

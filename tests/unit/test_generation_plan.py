@@ -138,7 +138,8 @@ def test_every_cache_fits_and_holds_its_streams(chosen: list[tuple[str, int, int
             assert pool.streams == pool.cache_tokens // whole_pages(entry.context) >= entry.streams
             assert pool.streams <= max(MOST_STREAMS, entry.streams)
     for use in plan_report.card_uses(plan):
-        assert taken[use.node, use.card] == use.used_bytes <= use.capacity
+        assert use.members or taken[use.node, use.card] == use.used_bytes  # stages on several nodes need more
+        assert use.used_bytes <= use.capacity
 
 
 SMALL = Node("small", "amd64", 32 * GIB, 8, (Card("NVIDIA GeForce RTX 5070", int(11.9 * GIB)),))

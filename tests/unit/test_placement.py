@@ -365,7 +365,7 @@ def test_8b_in_bf16_goes_to_the_gb10_and_never_to_16_gb(others: tuple[Node, ...]
     plan = planned(nodes, entry("pro", "Qwen/Qwen3-Embedding-8B", dtype="bf16", min_replicas=1, max_replicas=4))
     assert places(plan.assigned) == [("pro", "spark", True)]
     assert plan.unplaced == ()
-    alone = planned(nodes[:-1], entry("pro", "Qwen/Qwen3-Embedding-8B", dtype="bf16"))
+    alone = planned(nodes[:-1], entry("pro", "Qwen/Qwen3-Embedding-8B", dtype="bf16", pipeline=1))
     assert alone.assigned == ()
     assert alone.placement.missing == {"pro": 1}
     assert alone.placement.proven

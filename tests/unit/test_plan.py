@@ -707,7 +707,7 @@ def test_the_placement_note_does_not_promise_too_much() -> None:
     assert "every required replica has its card" in shown(planned([rtx_5080()], entry()))
     assert "proven, no arrangement places more" in shown(UNPLACED["too large"][0])
     many = [rtx_5080(f"pc{index}") for index in range(30)]
-    unproven = planned(many, entry(model="Qwen/Qwen3-Embedding-8B"))
+    unproven = planned(many, entry(model="Qwen/Qwen3-Embedding-8B", pipeline=1))
     assert "not proven, another arrangement may place more" in shown(unproven)
 
 
@@ -781,7 +781,7 @@ def test_a_larger_reserve_moves_the_model() -> None:
 def test_of_equal_nodes_the_one_with_least_counts_for_all() -> None:
     """A plan places replicas on a class, and Ray chooses the node."""
     less = replace(rtx_5080("pc2"), reserve_bytes=6 * GIB)
-    plan = planned([rtx_5080(), less], entry(model="Qwen/Qwen3-Embedding-4B"))
+    plan = planned([rtx_5080(), less], entry(model="Qwen/Qwen3-Embedding-4B", pipeline=1))
     assert plan.placement.missing == {"m": 1}
     assert {slot.capacity for slot in plan.slots} == {less.usable_bytes}
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 from tiny_generators import folder_without_pooling
 
+from engine.cut import Device, seconds_by_bytes
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
 from engine.model.footprint import bytes_saved, num_parameters
 from engine.run import stages
-from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token
+from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens
 from engine.run.layer_times import Call, Times, measure
-from engine.run.stages import plan_stages
+from engine.run.stages import plan_ring, plan_stages
 
 GPUS = [torch.device("cuda", index) for index in range(3)]
 
@@ -62,6 +63,27 @@ def test_the_parts_are_as_large_as_the_stages_that_the_engine_loads(
         assert sum(sizes.layer_bytes[cut:]) + sizes.head_bytes == loaded(range(cut, 6))
     assert sum(sizes.layer_bytes[2:4]) == loaded(range(2, 4))
     assert sizes.cache_bytes * 6 == bytes_per_token(config, torch.float32 if itemsize == 4 else torch.bfloat16)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_ring_has_the_head_in_its_first_stage(config_of: Callable[..., ModelConfig], tied: bool) -> None:
+    """A tied head and the words are one table there."""
+    config = config_of("qwen3_lm", tie_word_embeddings=tied)
+    table = config.vocab_size * config.hidden_size * 4
+    last, first = (stages.sizes_of(config, torch.float32, on_gpu=False, head_is_first=each) for each in (False, True))
+    assert first.layer_bytes == last.layer_bytes
+    assert first.head_bytes == last.head_bytes
+    assert first.words_bytes == (0 if tied else table)
+    layer_s, _ = seconds_by_bytes(first, 1.0)
+    device = Device("cpu", 1 << 40, 0, layer_s, sum(layer_s))
+    parts, tokens = plan_ring(config, torch.float32, [device] * 2, on_gpu=False, cache_tokens=None)
+    assert [len(part) for part in parts] == [1, 5]
+    assert tokens == most_default_tokens(config)
+    small = replace(device, free_bytes=first.words_bytes + first.head_bytes)
+    with pytest.raises(ModelError, match=r"of its 6 layers cpu with 0\.0 GiB free holds 0"):
+        plan_ring(config, torch.float32, [small, device], on_gpu=False, cache_tokens=128)
+    with pytest.raises(ModelError, match="has 6 layers, too few for 7 devices"):
+        plan_ring(config, torch.float32, [device] * 7, on_gpu=False, cache_tokens=128)
 
 
 @pytest.mark.parametrize(("kind", "labels"), [("qwen3", None), ("gemma3", None), ("qwen3_classifier", 3)])

@@ -1,0 +1,122 @@
+"""Models that no node holds: their stages on several nodes in the plan, the rates, the refusals, and the Serve config."""
+
+from dataclasses import replace
+
+import pytest
+from test_pipelines import CPU, EIGHT_B, EMBEDDING_8B, ONE, RTX_4090, TWO, planned, text_of
+
+from cluster import plan_report
+from cluster.models_file import ModelsFile
+from cluster.nodes import GIB, Node
+from cluster.plan import Plan
+from cluster.serve_config import serve_config
+
+OTHER = replace(ONE, name="other")
+LARGE = Node("large", "amd64", 64 * GIB, 8, (RTX_4090,))
+FIFTEEN_GIB: dict[str, object] = EIGHT_B | {"context": 2048}
+
+
+def test_a_model_that_no_node_holds_takes_cards_of_several() -> None:
+    plan = planned((ONE, OTHER), EIGHT_B)
+    (chosen,), (pool,) = plan.assigned, plan.pools
+    assert not plan.unplaced
+    assert chosen.members == ("one:0", "other:0")
+    assert chosen.why == "2 stages on 2 nodes, because no node holds it"
+    assert chosen.needs_bytes + chosen.more_cache_bytes <= chosen.capacity == 2 * ONE.usable_bytes
+    assert (pool.num_stages, pool.devices, pool.bundles) == (2, (), (ONE.class_name,) * 2)
+    told = text_of(plan)
+    assert "2 stages, one:0 layers 0 to " in told
+    assert "other:0 layers " in told
+    assert "of it on the network at network_gbit_s: 1" in told
+    assert "have not been run on GPUs yet" in told
+    assert {use.node: use.booked for use in plan_report.cpu_uses(plan)} == {"one": 0.5, "other": 0.5}
+    assert plan_report.as_data(plan)["replicas"][0]["members"] == ("one:0", "other:0")
+    assert list(plan_report.as_text(plan))
+
+
+def test_the_first_stage_has_the_head_so_it_gets_fewer_layers() -> None:
+    plan = planned((ONE, OTHER), FIFTEEN_GIB)
+    pipeline = plan.pipeline_on("m0", plan.pools[0].bundles and plan.placement.replicas[0].slot.node_class)
+    assert pipeline is not None
+    assert len(pipeline.layers[0]) < len(pipeline.layers[1])
+    assert all(needs <= ONE.usable_bytes for needs in pipeline.needs_bytes)
+
+
+@pytest.mark.parametrize("nodes", [(ONE, OTHER, TWO), (ONE, OTHER, LARGE)])
+def test_a_node_that_holds_the_model_alone_gets_it(nodes: tuple[Node, ...]) -> None:
+    (chosen,) = planned(nodes, EIGHT_B).assigned
+    assert not chosen.members
+    assert chosen.node == nodes[-1].name
+
+
+def test_unlike_cards_and_the_largest_ones_first() -> None:
+    plan = planned((ONE, OTHER, LARGE), {"model": "Qwen/Qwen3-14B", "context": 2048})
+    (chosen,) = plan.assigned
+    assert chosen.members == ("large:0", "one:0")
+    others = planned((ONE, OTHER, LARGE), {"model": "Qwen/Qwen3-14B", "context": 2048, "not_nodes": ["large"]})
+    assert [each.members for each in others.assigned] == [("one:0", "other:0")] or others.unplaced
+
+
+def test_the_config_has_a_bundle_for_each_stage() -> None:
+    application = serve_config(planned((ONE, LARGE), EMBEDDING_8B | {"pipeline": 2}))["applications"][0]
+    (engine,) = application["deployments"]
+    assert application["args"]["stages"] == 2
+    assert "devices" not in application["args"]["spec"]
+    assert engine["placement_group_bundles"] == [{"CPU": 0.5, "GPU": 1.0}] * 2
+    selectors = [each["emberforge-class"] for each in engine["placement_group_bundle_label_selector"]]
+    assert selectors == [LARGE.class_name, ONE.class_name]
+    assert engine["placement_group_strategy"] == "PACK"
+    assert "max_replicas_per_node" not in engine
+    assert engine["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0}
+
+
+def test_the_cards_of_a_group_are_no_longer_free() -> None:
+    plan = planned((ONE, OTHER), EIGHT_B, {"model": "BAAI/bge-m3"})
+    assert [each.model for each in plan.unplaced] == ["m1"]
+    third = planned((ONE, OTHER, replace(ONE, name="third")), EIGHT_B, {"model": "BAAI/bge-m3", "nodes": ["one"]})
+    assert {each.model: each.members or each.node for each in third.assigned} == {"m0": ("other:0", "third:0"), "m1": "one"}
+
+
+def test_each_required_replica_has_its_own_cards() -> None:
+    nodes = tuple(replace(ONE, name=f"n{index}") for index in range(5))
+    plan = planned(nodes, EIGHT_B | {"min_replicas": 2})
+    assert [each.members for each in plan.assigned] == [("n0:0", "n1:0"), ("n2:0", "n3:0")]
+    assert [(pool.min_replicas, pool.max_replicas) for pool in plan.pools] == [(2, 2)]
+    three = planned(nodes, EIGHT_B | {"min_replicas": 3})
+    assert [(each.model, each.count) for each in three.unplaced] == [("m0", 1)]
+
+
+def test_a_slow_network_counts() -> None:
+    def rates(gbit_s: float) -> tuple[float, float]:
+        entry = EIGHT_B | {"name": "m0", "context": 1024, "streams": 16}
+        plan = Plan(ModelsFile.model_validate({"models": [entry], "network_gbit_s": gbit_s}), (ONE, OTHER))
+        (rate,) = plan.generation_rates("m0").values()
+        return rate.decode, rate.prefill
+
+    slow, fast = rates(0.1), rates(100)
+    assert slow[0] < fast[0]
+    # A token's hidden states have 4,096 values of 2 bytes.
+    assert slow[1] == pytest.approx(0.1e9 / 8 / 8192)
+
+
+def test_what_several_nodes_cannot_hold_is_refused_with_numbers() -> None:
+    plan = planned((ONE, OTHER), {"model": "Qwen/Qwen3-32B"})
+    (unplaced,) = plan.unplaced
+    assert "no node holds it" in unplaced.why
+    assert "over 2 cards: the model does not fit on these devices in this order: of its 64 layers" in unplaced.why
+    one = planned((ONE, OTHER), EIGHT_B | {"pipeline": 1})
+    assert len(one.unplaced) == 1
+    three = planned((ONE, OTHER), EIGHT_B | {"pipeline": 3})
+    assert "2 cards are free there" in three.unplaced[0].why
+
+
+def test_hosts_without_cards_form_groups_too() -> None:
+    small = replace(CPU, ram_bytes=14 * GIB)
+    nodes = tuple(replace(small, name=f"cpu{index}") for index in range(3))
+    plan = planned(nodes, EIGHT_B | {"context": 512, "streams": 1, "dtype": "bfloat16"})
+    (chosen,), (pool,) = plan.assigned, plan.pools
+    assert chosen.members == tuple(f"{node.name}:cpu" for node in nodes)
+    assert (pool.num_gpus, pool.num_threads, pool.bundles) == (0.0, small.num_cpus, (small.class_name,) * 3)
+    (engine,) = serve_config(plan)["applications"][0]["deployments"]
+    assert engine["placement_group_strategy"] == "STRICT_SPREAD"
+    assert list(plan_report.as_text(plan))

@@ -1,0 +1,108 @@
+"""The messages between the processes of a pipeline, and a pass that one of them fails to compute. No process is started."""
+
+from collections.abc import Callable
+from threading import Semaphore
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import BackendError, DeviceLost
+from engine.run.later_stage import Work, read, written
+from engine.run.pack import BatchPacker
+from engine.run.ring import NOTHING, Kind, Message, text_in, with_text
+from engine.run.ring_pipeline import RingPipeline
+from engine.schedule.piece import Piece
+
+PACKER = BatchPacker("last_token", 4, None)
+CPU = torch.device("cpu")
+
+
+class FakeRing:
+    """The later stages of a test."""
+
+    num_stages = 2
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self._sent = Semaphore(0)
+
+    def start(self, on_message: Callable[[Message], None], on_end: Callable[[Any], None]) -> None:
+        self.arrive, self.end = on_message, on_end
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self._sent.release()
+
+    def wait_for(self, count: int) -> None:
+        """Returns when that number of further messages is sent."""
+        for _ in range(count):
+            assert self._sent.acquire(timeout=30)
+
+    def leave(self) -> None: ...
+
+
+class FirstLayers:
+    """A model whose hidden states are the tokens' ids."""
+
+    shares_prefixes = False
+
+    def forward(self, batch: Any, pooled_only: bool = False) -> torch.Tensor:
+        assert not pooled_only, "only the last stage gives pooled rows"
+        return batch.token_ids.float().unsqueeze(1).expand(-1, 4)
+
+
+def pipeline(ring: FakeRing) -> RingPipeline:
+    network: Any = SimpleNamespace(
+        model=FirstLayers(),
+        vector_head=SimpleNamespace(reads_pooled_rows=True),
+        heads=lambda names: (),
+        finish_batch=lambda hidden, batch, heads: (hidden, []),
+    )
+    return RingPipeline(network, PACKER, None, CPU, ring)  # type: ignore[arg-type]
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def test_a_pass_arrives_as_it_was_sent() -> None:
+    pieces = [Piece(ids(5, 6, 7), 0, (3,), None), Piece(ids(-4), 128, (1, 9), None)]
+    found = read(written(Work(pieces, all_rows=True)))
+    assert [(len(each.token_ids), each.start, each.pages) for each in found.pieces] == [(3, 0, (3,)), (1, 128, (1, 9))]
+    assert (found.all_rows, list(found.sequences)) == (True, [])
+    texts = read(written(Work((), [ids(5, 6), ids(7), ids(8, 9, 10)], whole=False)))
+    assert [each.tolist() for each in texts.sequences] == [[5, 6], [7], [8, 9, 10]]
+    assert (texts.whole, texts.all_rows, list(texts.pieces)) == (False, False, [])
+    assert text_in(with_text(Kind.FAILED, "kein Platz für 3 Tokens").about) == "kein Platz für 3 Tokens"
+
+
+def test_a_pass_that_fails_elsewhere_fails_alone() -> None:
+    ring = FakeRing()
+    runner = pipeline(ring)
+    flights = [runner.launch([ids(5, 6)]), runner.launch([ids(7)])]
+    ring.wait_for(2)
+    ring.arrive(with_text(Kind.FAILED, "the second stage broke"))
+    ring.arrive(Message(Kind.PASS, NOTHING, torch.ones(1, 4)))
+    with pytest.raises(BackendError, match="the second stage broke"):
+        flights[0].wait()
+    np.testing.assert_array_equal(flights[1].wait().vectors, np.ones((1, 4)))
+    assert ring.sent[0].hidden is not None
+    assert ring.sent[0].hidden[:, 0].tolist() == [5, 6]
+
+
+def test_all_passes_hear_of_a_lost_stage() -> None:
+    ring, heard = FakeRing(), list[Any]()
+    runner = pipeline(ring)
+    runner.on_lost = heard.append
+    flights = [runner.launch([ids(5, 6)]), runner.launch([ids(7)])]
+    ring.wait_for(2)
+    lost = DeviceLost("stage 2 of 2 is lost")
+    ring.end(lost)
+    for flight in (*flights, runner.launch([ids(8)])):
+        with pytest.raises(DeviceLost, match="stage 2 of 2 is lost"):
+            flight.wait()
+    runner.close()
+    assert heard == [lost]
