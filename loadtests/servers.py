@@ -167,6 +167,9 @@ class StubEngine:
     def planned_bytes(self, max_batch_tokens: int | None) -> int:
         return 0
 
+    def close(self) -> None:
+        """Does nothing, because there are no stages in other processes."""
+
     def compute(self, sequences: Sequence[Any]) -> None:
         """Takes no time."""
 

@@ -45,6 +45,9 @@ class StreamingEngine:
         self.longest_input, self.shares_host_memory, self.used_bytes = self.config.max_input_length, False, 0
         self._pass_s, self._due = float(os.environ.get(PASS_S, "0")) if pass_s is None else pass_s, 0.0
 
+    def close(self) -> None:
+        """Does nothing, because there are no stages in other processes."""
+
     def planned_bytes(self, max_batch_tokens: int | None) -> int:
         return 0
 

@@ -125,8 +125,8 @@ class _Killing:
 
 
 class KilledPool(PoolServer):
-    def __init__(self, spec: ModelSpec, settings: ServerSettings, num_threads: int | None, sleeps: bool) -> None:
-        super().__init__(spec, settings, num_threads, sleeps)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._model = _Killing(self._model)
 
 
