@@ -27,7 +27,7 @@ from serve_app.gateway.channel import Channel
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, Answered, ReplicaCall, pack, unpack
-from serve_app.gateway.remote import LOST, Lost, ReplicaDied, drop, has_died, in_background, remote
+from serve_app.gateway.remote import LOST, Lost, ReplicaDied, Unreachable, drop, has_died, in_background, remote
 from serve_app.gateway.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class PoolConnection:
         self._woken_at = 0.0
         self._wires: dict[str, Wire] = {}  # by replica
         self._no_wire_until: dict[str, float] = {}  # by replica
+        self._met = set[str]()  # the replicas that have accepted a wire
         self._channels: dict[str, Channel] = {}  # by replica
         self._lost_at: dict[str, float] = {}  # the last time at which a replica lost a stream
 
@@ -154,18 +155,25 @@ class PoolConnection:
     async def _wire_for(self, ticket: Ticket) -> Wire | None:
         """A wire to the replica that finishes first, of those that can be reached. The ticket then belongs to the replica.
 
-        Serve lists a dead replica for seconds. None if no replica can be reached: then the call must go through Serve.
+        Serve lists a dead replica for seconds. None if no replica has ever accepted a wire: then the call must go through Serve.
+
+        Raises: Unreachable if a replica has accepted a wire before, and none does now.
         """
-        for replica in self.load.ranked(ticket, monotonic()):
+        ranked = self.load.ranked(ticket, monotonic())
+        for replica in ranked:
             if replica in self.load.replicas and (wire := await self._wire_to(replica)) is not None:
                 self.load.routed(replica, ticket)
                 return wire
+        for replica in ranked:
+            if replica in self._met and replica in self.load.replicas and not self._is_left(replica):
+                self.load.routed(replica, ticket)  # so that the failure counts as this replica's
+                raise Unreachable(f"pool {self.ref.name}: replica {replica} no longer accepts connections")
         return None
 
     async def _wire_to(self, replica: str) -> Wire | None:
         """A wire to a replica that reports. None if the replica cannot be reached, or stops."""
         wire = self._wires.get(replica)
-        if wire is not None and wire.is_left:
+        if self._is_left(replica):
             return None
         if wire is None or wire.is_over:
             address = self.load.replicas[replica].report.wire
@@ -181,7 +189,13 @@ class PoolConnection:
                 self._no_wire_until[replica] = monotonic() + _NO_WIRE_S
                 del self._wires[replica]
             return None
+        self._met.add(replica)
         return wire
+
+    def _is_left(self, replica: str) -> bool:
+        """Whether the replica has said that it stops gracefully."""
+        wire = self._wires.get(replica)
+        return wire is not None and wire.is_left
 
     def _forget_wires(self) -> None:
         """Removes the wires and records of replicas that no longer exist."""
@@ -189,6 +203,7 @@ class PoolConnection:
             self._wires.pop(replica).close()
         for replica in set(self._no_wire_until) - set(self.load.replicas):
             del self._no_wire_until[replica]
+        self._met &= set(self.load.replicas)
 
     async def generate(self, stream: Stream, ticket: Ticket) -> None:
         """Computes a stream on `ticket.replica`, or on the next best one. Returns at its end, or when its caller has left.
@@ -244,7 +259,7 @@ class PoolConnection:
 
     def _is_back(self, replica: str) -> bool:
         """Whether the replica is usable: it does not stop, and has lost no stream or has reported long after the loss."""
-        if (wire := self._wires.get(replica)) is not None and wire.is_left:
+        if self._is_left(replica):
             return False
         lost_at = self._lost_at.get(replica)
         return lost_at is None or self.load.replicas[replica].heard_at > lost_at + _BACK_AFTER_S

@@ -35,7 +35,7 @@ from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.facts import Facts, ModelFacts
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
-from serve_app.gateway.remote import LOST, ReplicaDied, Stopping, in_background
+from serve_app.gateway.remote import LOST, ReplicaDied, Stopping, Unreachable, in_background
 from serve_app.gateway.trial import Versions
 from serve_app.gather import gather
 from serve_app.models import Check, ModelInfo, passes
@@ -45,6 +45,10 @@ log = logging.getLogger(__name__)
 
 # If every running replica would finish a request later than this, the request also starts sleeping pools.
 _WAKE_FROM_S = 2.0
+# Serve lists a dead replica for seconds. A request that was sent to replicas that were already dead is sent again for this time,
+# at this interval.
+_UNREACHABLE_S = 10.0
+_AGAIN_S = 0.1
 
 
 class PooledModel:
@@ -147,6 +151,8 @@ class PooledModel:
     async def _compute(self, mark: int, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         """Computes on one replica, and again on another one if the first is lost. A repeated computation does no harm.
 
+        A replica that was already gone when the request was sent does not count.
+
         Args:
             mark: the fingerprint of the whole request.
         Raises: Quarantined for a request with which two replicas died, in this call or before.
@@ -160,16 +166,18 @@ class PooledModel:
             left = qos.after(monotonic() - start)
             return await self._choose(ticket, left).embed(sequences, options, left, ticket, alone=mark in self.suspects)
 
-        num_losses = 0
+        num_attempts = num_losses = 0
         self._open_tokens[qos.owner] += sum(lengths)
         try:
-            for number in (1, 2, 3):  # a third attempt for a request that was sent to a replica already known to be dead
+            while num_losses < 2 and (num_attempts < 2 or monotonic() < start + _UNREACHABLE_S):
                 try:
                     return await self.suspects.run(mark, attempt)
                 except LOST as error:
-                    num_losses += self.lost(mark, number, error, sent_at)
-                if num_losses == 2:
-                    break
+                    num_attempts += 1
+                    if self.lost(mark, num_attempts, error, sent_at):
+                        num_losses += 1
+                    elif num_attempts > 1:
+                        await asyncio.sleep(_AGAIN_S)
             raise self.given_up(mark)
         finally:
             self._open_tokens[qos.owner] -= sum(lengths)
@@ -179,11 +187,12 @@ class PooledModel:
     def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> bool:
         """Records that a replica was lost with this request. If the replica died, the request is now a suspect.
 
-        Returns: whether the request may have killed the replica. False if the replica was already known to be dead.
+        Returns: whether the request may be the reason. False if the replica was already gone when the request was sent.
         """
-        log.warning("%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
+        level = logging.WARNING if attempt < 3 else logging.DEBUG  # a request may try dozens of times
+        log.log(level, "%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
         if not isinstance(error, ReplicaDied):
-            return True
+            return not isinstance(error, Unreachable)
         death = self.suspects.died(mark, error.replica, sent_at)
         if death is None:
             return False

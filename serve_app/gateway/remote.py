@@ -27,6 +27,10 @@ class Stopping(Lost):
     """The replica stops gracefully. Another replica continues its requests and streams."""
 
 
+class Unreachable(Lost):
+    """The replica is gone, and the request was not sent to it. So the request is not the reason."""
+
+
 class ReplicaDied(Lost):
     """The replica's process or device died while the request was in flight there."""
 

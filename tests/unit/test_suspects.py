@@ -22,8 +22,9 @@ from serve_app.admission import suspects as module
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
 from serve_app.errors import Quarantined, Unhealthy
+from serve_app.gateway import models
 from serve_app.gateway.models import PooledModel
-from serve_app.gateway.remote import Lost, ReplicaDied
+from serve_app.gateway.remote import Lost, ReplicaDied, Unreachable
 from serve_app.replica import journal as journals
 from serve_app.replica.in_flight import InFlight
 from serve_app.replica.journal import OtherJournals
@@ -77,13 +78,14 @@ def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> No
         (["a", "b"], Quarantined),
         (["", ""], Unhealthy),  # the reason for the end of these replicas is unknown
         (["a", "known"], None),
-        (["known", "known"], None),
-        (["known", "known", "known"], Unhealthy),
+        (["known", "gone", "gone", "a", "gone"], None),
+        (["gone", "a", "gone", "b"], Quarantined),
     ],
 )
 def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
-    losses: list[str], error: type[Exception] | None
+    losses: list[str], error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(models, "_AGAIN_S", 0.0)
     model, left, clock = PooledModel.__new__(PooledModel), list(losses), Clock()
     model.given, model.pools, model._untold = SimpleNamespace(spec=SimpleNamespace(name="m")), [], []  # type: ignore[assignment]
     model.suspects, model._open_tokens = Suspects(clock), Counter()
@@ -93,7 +95,9 @@ def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
         clock.now += 1
         if not left:
             return "vectors"
-        raise ReplicaDied(replica, RuntimeError("gone")) if (replica := left.pop(0)) else Lost("gone")
+        if (replica := left.pop(0)) == "gone":
+            raise Unreachable("it is gone")
+        raise ReplicaDied(replica, RuntimeError("gone")) if replica else Lost("gone")
 
     model._choose = lambda *_: SimpleNamespace(embed=embed)  # type: ignore[method-assign, assignment, return-value]
     clock.now += 1
@@ -104,6 +108,24 @@ def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
         with pytest.raises(error):
             asyncio.run(asking)
     assert not left
+
+
+def test_a_request_that_reaches_no_replica_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(models, "_UNREACHABLE_S", 0.05)
+    model = PooledModel.__new__(PooledModel)
+    model.given, model.suspects = SimpleNamespace(spec=SimpleNamespace(name="m")), Suspects()  # type: ignore[assignment]
+    model._open_tokens, attempts = Counter(), Counter[str]()
+
+    async def embed(*_: Any, **__: Any) -> str:
+        attempts["all"] += 1
+        raise Unreachable("it is gone")
+
+    model._choose = lambda *_: SimpleNamespace(embed=embed)  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(Unhealthy):
+        asyncio.run(model._compute(7, [np.array([1], dtype=np.int32)], EmbedOptions(), Qos()))
+    assert attempts["all"] > 2
+    assert not model._open_tokens
 
 
 def test_two_deaths_are_refused_for_a_while() -> None:

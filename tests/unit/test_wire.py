@@ -27,7 +27,7 @@ from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind
 from serve_app.gateway.parcel import Answered, Parcel
-from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
+from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.gateway.steps import Steps
 from serve_app.gateway.wire import Wire
 from serve_app.replica import wire as replica_wire
@@ -506,5 +506,26 @@ def test_a_call_goes_to_the_next_replica_if_the_first_cannot_be_reached(stream: 
         assert load.ranked(ticket, monotonic()) == ["dead", "it"]
         wire = await replica.pool._wire_for(ticket)
         assert (wire, load.replica_of(ticket)) == (replica.wire, "it")
+
+    stream(scenario)
+
+
+def test_a_call_does_not_go_through_serve_to_a_replica_that_is_gone(stream: RunStreams) -> None:
+    """Serve would send it there for seconds, and its error would not say that the request was never sent."""
+
+    async def scenario(replica: Generates) -> None:
+        host, _, *rest = replica.wires.address
+        load, pool = replica.pool.load, replica.pool
+        load.opened(ticket := Ticket(0, 1, 1))
+        assert await pool._wire_for(ticket) is not None
+        pool._wires.pop("it").close()
+        gone = Report(monotonic(), pages=100, wire=(host, free_port(), *rest))
+        load.update({"it": gone}, now=monotonic())
+        with pytest.raises(Unreachable):
+            await pool._wire_for(ticket)
+        load.finished(ticket, monotonic(), failed=True)
+        assert load.replicas["it"].failures == 1  # other pools are asked first
+        load.update({"new": gone}, now=monotonic())
+        assert await pool._wire_for(Ticket(1, 1, 1)) is None  # a firewall may close its port
 
     stream(scenario)
