@@ -279,7 +279,8 @@ class Cohort:
             self._make_room(ended.number)
         self._log[ended.roster.slots, ended.number % self._log.shape[1]] = chosen[:, 0]
         for stream in [ended.streams[row] for row in exceptions]:
-            if stream.cohort is self:
+            # A stream that has left may have joined again since. Its tokens of the earlier passes are not in the log.
+            if stream.cohort is self and stream.joined_at < ended.number:
                 self.flush(stream)
                 self._flushed[stream.slot] = ended.number  # the caller adds this token to the answer
         self.num_delivered = ended.number

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_streams import PAGE_SIZE, Device, ids
 from tiny_generators import preemptions
@@ -75,10 +75,14 @@ wishes = st.lists(
     st.tuples(words, st.integers(10, 60), st.integers(0, 30), st.booleans(), st.sampled_from("ab")), min_size=1, max_size=6
 )
 
+# A stream leaves its cohort for want of a page, and joins again while a pass that it has left is under way.
+REJOINS = [([1] * length, most, 19 * (most == 33), False, "a") for length, most in ((1, 10), (1, 33), (2, 10), (5, 20), (5, 23))]
+
 
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(wishes, st.integers(20, 50), st.integers(1, 40), st.integers(4, 60), st.integers(1, 3), st.sampled_from([8, 64]))
+@example(REJOINS, 20, 3, 4, 3, 8)
 def test_answers_are_what_they_are_without_proposals(
     asked: list[tuple[list[int], int, int, bool, str]],
     num_pages: int,
