@@ -44,10 +44,9 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 check: $(VENV)/.installed-test ## before each commit, a minute: lint, and the quick tests without Ray, a GPU or a network
 	@$(MAKE) --no-print-directory --jobs 2 lint quick-tests
 
-# One thread each, because there is a worker on each core. schemathesis makes the cases of test_openapi.py while pytest collects the
-# tests, which takes seconds in each worker.
+# schemathesis makes the cases of test_openapi.py while pytest collects the tests, which takes seconds in each worker.
 quick-tests: $(VENV)/.installed-test ## the tests of `check` alone
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m "not slow" --ignore tests/unit/test_openapi.py tests/unit
+	$(BIN)/python -m pytest -q -n auto -m "not slow" --ignore tests/unit/test_openapi.py tests/unit
 
 test-gpu: $(VENV)/.installed-test ## on a machine with a GPU: kernels and whole models against their references
 	$(BIN)/python -m pytest -m gpu tests/kernels tests/parity

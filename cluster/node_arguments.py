@@ -40,6 +40,7 @@ def ray_arguments(
         f"--object-store-memory={store_bytes}",
         f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
         "--disable-usage-stats",
+        "--include-log-monitor=false",  # it sends logs to drivers; `cluster/logs.py` copies them
     ]
 
 

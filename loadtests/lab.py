@@ -164,7 +164,7 @@ class Lab:
         self.run(
             name, "-m", "ray.scripts.scripts", "start", *where, f"--node-ip-address={member.address}",
             f"--labels=emberforge-class={node_class},emberforge-node={name}", f"--num-cpus={num_cpus}", f"--num-gpus={num_gpus}",
-            "--object-store-memory=100000000", "--disable-usage-stats",
+            "--object-store-memory=100000000", "--disable-usage-stats", "--include-log-monitor=false",
         )  # fmt: skip
         return member
 

@@ -13,6 +13,9 @@ os.environ["RAY_AUTH_MODE"] = "token"
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # torch's threads sleep between operations. By default they would spin and take the cores from the tests' other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Workers share the cores with each other and with Ray. A second thread would wait for a core at every operation.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import gc
