@@ -35,7 +35,7 @@ from cluster.node_processes import MARK, Started, content, end, find_processes, 
 from cluster.node_token import Token, head_token, home_folder, worker_token
 from cluster.nodes import GIB, Node
 
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0
 _ALIVE_TIMEOUT_S = 60.0
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from cluster.node_labels import NODE_LABEL
 DEFAULT_PORT = 6379
 DEFAULT_DASHBOARD_PORT = 8265
 
-_ASK_TIMEOUT_S = 20.0
+_ASK_TIMEOUT_S = 40.0
 _CONNECT_TIMEOUT_S = 5.0
 
 # A script for a separate process, because Ray reads its token only at import, and waits forever on a port that is not Ray's.
