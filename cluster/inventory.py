@@ -162,8 +162,9 @@ def circumstances(facts: Facts) -> Circumstances:
 
 @cache
 def _kernels_digest() -> str:
-    """The same for the same CUDA sources."""
-    return hashlib.sha256("\0".join(source_texts()).encode()).hexdigest()[:12]
+    """The same for the same CUDA sources. Comments and white space do not count."""
+    code = [re.sub(r"\s+", " ", re.sub(r"//.*", "", text)).strip() for text in source_texts()]
+    return hashlib.sha256("\0".join(code).encode()).hexdigest()[:12]
 
 
 def cards(facts: Facts) -> tuple[Card, ...]:

@@ -399,3 +399,16 @@ def test_what_is_free_under_version_1_of_control_groups(tmp_path: Path, monkeypa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=52 * GIB))
     monkeypatch.setattr(inventory, "_own_cgroup", lambda: read_cgroup("4:memory:/docker\n", tmp_path))
     assert free_host_bytes() == 5 * GIB
+
+
+def test_a_comment_in_a_kernel_makes_no_measurement_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(*texts: str) -> str:
+        inventory._kernels_digest.cache_clear()
+        monkeypatch.setattr(inventory, "source_texts", lambda: list(texts))
+        return inventory._kernels_digest()
+
+    before = digest("int a = 1;  // one\nint b;\n", "int c;")
+    assert digest("// new\nint a = 1;\n\nint b;", "int c;  // three") == before
+    assert digest("int a = 2;\nint b;", "int c;") != before
+    assert digest("int a = 1; int b; int c;") != before
+    inventory._kernels_digest.cache_clear()
