@@ -36,6 +36,6 @@ function show(answer, processes) {
   return [
     h("p", {}, `You are ${answer.key}. Limits: ${limits.join("; ") || "none"}.`),
     rows.length ? table("Usage by key", ["Key", "Model", "#Requests", "#Tokens", "#Refusals"], rows) : h("p", { class: "quiet" }, "No usage yet."),
-    h("p", { class: "quiet small" }, `Counted since ${began} by the ${processes.length} processes that answered this page. The command emberforge keys usage reads the log of all processes.`),
+    h("p", { class: "quiet small" }, `Counted since ${began} by ${processes.length === 1 ? "the process" : `the ${processes.length} processes`} that answered this page. The command emberforge keys usage reads the log of all processes.`),
   ];
 }
