@@ -79,7 +79,7 @@ def engines(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm"])  # stages do not depend on the family; one of these has windows
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, int], Engine], kind: str, num_stages: int) -> None:
     """Whole prompts and chunks, with and without graphs, with many and with few pages, on equal and on different GPUs."""
