@@ -831,7 +831,10 @@ class Plan:
             card = f"{number} cards of {_gib_up(each_bytes + CARD_RESERVE)}"
         more = f"{count} more nodes, each with" if count > 1 else "another node with"
         needs = f" and compute capability {_written(least)} or later" if (least := _least_capability(entry.dtype)) else ""
-        return f"{more} {card} or more{needs}{', named in its nodes' if entry.nodes is not None else ''}"
+        fits = (each for each, need in self.demands[name].bytes_on.items() if need <= self.classes[each].usable_bytes)
+        cpu = next((each for each in fits if not self.classes[each].cards and not self.classes[each].members), None)
+        alike = f", or of class {cpu}" if cpu else ""
+        return f"{more} {card} or more{needs}{alike}{', named in its nodes' if entry.nodes is not None else ''}"
 
     def guesses(self) -> tuple[str, ...]:
         """The node classes with an unknown card. Their speed is a cautious guess."""

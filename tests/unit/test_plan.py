@@ -236,6 +236,7 @@ UNPLACED = {
         "another node",  # with shorter inputs it would have a place, but lite would not
     ),
     "cores": (planned([CPU], entry(min_replicas=5, dtype="bf16")), "min_replicas: 4"),
+    "another CPU": (planned([CPU], entry(min_replicas=5, dtype="bf16")), f"or of class {CPU.class_name}"),
     "8 bits": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-8B")), "dtype: float8"),
     "8 bits before float8": (
         planned(
