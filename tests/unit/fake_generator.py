@@ -26,10 +26,10 @@ EOS = 256
 
 
 class FakeGenerator:
-    """Each stream gets the bytes of the next of `answers`, then the end. An exception in place of an answer ends the stream.
+    """A model that generates `answers`. The streams of a call get the answers in turn, one byte a token, and then the end.
 
-    Each stream gets `error` after `fail_after` tokens. `held` streams get tokens without end. With `stall`, streams get 20
-    tokens, and then none until they are cancelled. `late_s`: the seconds until the first token.
+    With `error`, each stream fails after `fail_after` tokens. With `held`, the answers repeat without end. With `stall`, each
+    stream gets 20 tokens, and then none until it is cancelled. `late_s` is the time in seconds until the first token.
     """
 
     def __init__(

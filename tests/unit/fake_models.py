@@ -56,7 +56,7 @@ def vector(ids: TokenIds, width: int, options: EmbedOptions) -> np.ndarray:
 
 def tokens(ids: TokenIds) -> np.ndarray:
     drawn = [np.random.default_rng(int(each)).standard_normal(WIDTH) for each in ids]
-    rows = np.array(drawn, dtype=np.float32).reshape(-1, WIDTH)  # no ids, no rows
+    rows = np.array(drawn, dtype=np.float32).reshape(-1, WIDTH)  # without ids there are no rows
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 

@@ -78,7 +78,7 @@ def test_a_key_has_its_tokens_at_once_and_gets_them_back_over_a_minute() -> None
     with pytest.raises(Overloaded):
         alice.spend("m", 50)
     clock.now += 3600
-    alice.spend("m", 600)  # and no more than that
+    alice.spend("m", 600)  # an hour without requests gives no more than the limit
     with pytest.raises(Overloaded):
         alice.spend("m", 1)
 
@@ -93,7 +93,7 @@ def test_a_request_over_the_limit_waits_for_all_of_it_and_leaves_a_debt() -> Non
     clock.now += 60
     with pytest.raises(Overloaded) as told:
         alice.enter("m")  # before any text is tokenised
-    assert retry_after_s(told.value) == 80  # of 2,000 tokens 1,400 are left, 800 over the limit
+    assert retry_after_s(told.value) == 80  # 1,400 of the 2,000 tokens still count, 800 more than the limit
 
 
 def test_tokens_of_an_answer_count_when_they_are_there() -> None:
@@ -179,7 +179,7 @@ def test_keys_that_come_together_have_equal_places() -> None:
 
 def test_a_key_that_floods_one_model_has_its_share_of_the_other() -> None:
     places = Places(120, num_models=2)
-    held = [places.take("flooded", "a") for _ in range(72)]  # of 30 own places and 60 common ones
+    held = [places.take("flooded", "a") for _ in range(72)]  # 80 % of the model's 30 own places and the 60 common places
     with pytest.raises(LookupError):
         places.take("flooded", "a")
     assert places.take("other", "a")
@@ -229,7 +229,7 @@ def test_keys_that_wait_for_a_slot_get_it_in_turn() -> None:
             slots.release("a")
             for _ in range(3):
                 await asyncio.sleep(0)
-        assert got == ["a", "a", "a", "b", "a"]  # b already has one slot
+        assert got == ["a", "a", "a", "b", "a"]  # `b` may hold one slot, and holds it already
         slots.release("b")
         for _ in range(3):
             await asyncio.sleep(0)
@@ -346,7 +346,7 @@ class Server:
         return self.client.get(path, headers={"authorization": f"Bearer {key}"})
 
     def usage(self, name: str, model: str = "small") -> dict[str, float]:
-        """By key."""
+        """The values of a usage metric, by key."""
         text = self.metrics.exposition().decode().splitlines()
         lines = [each for each in text if each.startswith(f"emberforge_key_{name}_total") and f'served_model="{model}"' in each]
         return {each.split('key="')[1].split('"')[0]: float(each.rsplit(" ", 1)[1]) for each in lines}
@@ -360,7 +360,7 @@ def test_a_key_has_its_models_and_no_others(tokenizer: Tokenizer, file: Path) ->
     assert server.get(nothing, "/v1/models").json()["data"] == []
     for name in ("large", "big", None):
         assert server.embed(bound, model=name).status_code == 200
-    assert (len(server.large.qos), len(server.small.qos)) == (3, 0)  # without a name, the first model of the key
+    assert (len(server.large.qos), len(server.small.qos)) == (3, 0)  # a request without a name gets the first model of its key
     assert server.embed(free, model="small").status_code == 200
     text = "the API key `bound`: it may not use model `{}`; it may use large"
     for name in ("small", "missing"):

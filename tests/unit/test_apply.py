@@ -418,7 +418,7 @@ def pools(operator: Operator) -> list[str]:
 
 
 def updated(seconds: float = 0.01, failed: int = 0) -> Operator:
-    """A cluster with the old version. The new one will have these failures and this time per request."""
+    """A cluster with the old version. The new version will have `failed` failed requests and take `seconds` per request."""
     operator = Operator()
     operator.apply(canary_config("float32"), canaries=CANARY)
     operator.tallies = tally(0), tally(failed, seconds=seconds)
@@ -430,7 +430,7 @@ OLD, NEW = (canary_config(dtype)["applications"][0]["name"] for dtype in ("float
 
 def test_a_new_version_runs_beside_the_old_one_and_then_alone() -> None:
     operator = updated()
-    assert operator.trials == []  # nothing ran before the first version
+    assert operator.trials == []  # the first version has no trial, because nothing ran before
     lines = operator.apply(canary_config("bfloat16"), canaries=CANARY)
     assert lines[0] == f"starts {NEW}"
     assert "tries lite beside the old version first: it gets 10 % of the requests for 5 s" in lines[-1]
@@ -458,7 +458,7 @@ def test_a_new_version_that_is_worse_gets_no_requests_and_the_command_fails(seco
 
 
 def test_a_trial_ends_early_only_after_many_slow_requests() -> None:
-    """A hundred requests at each query end the trial at the first query. With 30 at each gateway, the trial runs to its end."""
+    """With 100 requests per gateway, the trial ends at the first query. With 30 requests, the trial runs to its end."""
     looks = []
     for requests in (100, 30):
         operator = updated(seconds=0.2)
@@ -605,7 +605,7 @@ def test_serve_is_asked_through_its_rest_api(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]]]:
-    """Types a command on a cluster that runs `config()`; `float16` stands for a file with another dtype."""
+    """Runs a command on a cluster that runs `config()`. The argument `float16` stands for a file with this dtype."""
     operator = Operator()
     operator.apply(config())
 

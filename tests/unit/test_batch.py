@@ -142,10 +142,10 @@ def alike(draw: st.DrawFn) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@settings(deadline=None)  # for large batches, reading the tiles in the kernel's way is slow
+@settings(deadline=None)  # for large batches, reading the tiles as the kernel does is slow
 @given(alike(), st.sampled_from([1, 2, 7]), st.sampled_from([32, 128]), st.booleans())
 def test_a_token_sees_its_own_text_up_to_itself(texts: list[np.ndarray], group: int, head_dim: int, roomy: bool) -> None:
-    """The test reads tiles and bounds in the kernel's way, from a buffer that held another batch before."""
+    """The test reads tiles and bounds as the kernel does. The buffer held another batch before."""
     packer = BatchPacker("last_token", 8, Tiling(head_dim, group, 2, (9, 0), 132), shares_prefixes=True)
     layout = packer.layout(texts, whole=False)
     num_tokens = sum(layout.lengths)

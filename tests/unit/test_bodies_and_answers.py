@@ -136,7 +136,7 @@ def test_the_bytes_in_flight_have_a_budget() -> None:
     budget = BytesInFlight(100)
     computed, other = Hold(budget), Hold(budget)
     computed.expect(60)
-    with pytest.raises(Overloaded):  # before it is computed
+    with pytest.raises(Overloaded):  # the refusal comes before the request is computed
         other.expect(60)
     computed.add_answer(50)
     assert budget.now == 60

@@ -73,7 +73,7 @@ def test_rope_store_writes_what_16_bits_would_hold_rounded(norm: bool) -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_reads_the_values_that_the_codes_stand_for(window: int | None) -> None:
-    """Pages of four tokens that are not consecutive. Values that no token sees are NaN."""
+    """Pages have four tokens and are not consecutive. Values that no token sees are NaN."""
     torch.manual_seed(2)
     wide = torch.randn(2, 24, 2, 32).bfloat16()
     codes, scales = rounded(wide)

@@ -156,7 +156,7 @@ def test_the_parser_reads_what_the_grammar_accepts(form: str) -> None:
     ],
 )
 def test_an_answer_has_calls_or_another_form(kind: str, other: str, within: str, outside: str) -> None:
-    """For `tool_choice` "auto" together with a form."""
+    """With `tool_choice` "auto" and a form, an answer has calls or the form."""
     call = in_json("time", "{}")
     schemas = {"time": {"type": "object", "properties": {}}}
 

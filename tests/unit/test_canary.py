@@ -53,7 +53,7 @@ def test_the_name_of_a_pool_tells_its_version() -> None:
     assert pool["name"].startswith("m.rtx-5080-16g-amd64@")
     assert pool_and_gateway(plan(dtype="float32"))[0]["name"] != pool["name"]
     assert pool_and_gateway(plan(canary=None))[0]["name"] == "m.rtx-5080-16g-amd64"
-    assert pool_and_gateway(plan(CARD, replace(CARD, name="pc2"), max_replicas=2))[0]["name"] == pool["name"]  # another number
+    assert pool_and_gateway(plan(CARD, replace(CARD, name="pc2"), max_replicas=2))[0]["name"] == pool["name"]  # more replicas
     assert canaries(plan(canary_s=60)) == {"m": canary.Canary(10, 60.0)}
 
 
@@ -68,10 +68,10 @@ def test_a_gateway_takes_the_config_of_both_versions() -> None:
     assert model.spec.dtype == "bfloat16"
     assert model.trial is not None
     assert (model.trial.spec.dtype, model.trial.percent) == ("float32", 10)
-    assert canary.trial(found.beside, new, old, found.canaries) == found  # typed again while both run
+    assert canary.trial(found.beside, new, old, found.canaries) == found  # typed again while both versions run
     assert canary.trial(new, new, old, found.canaries) is None
     assert canary.trial(old, new, None, found.canaries) is None
-    assert canary.trial(old, new, new, found.canaries) is None  # what runs was never ready
+    assert canary.trial(old, new, new, found.canaries) is None  # the running version was never ready
 
 
 @pytest.mark.usefixtures("hub")
@@ -83,7 +83,7 @@ def test_room_is_needed_where_the_old_replicas_are() -> None:
         return has_room(made, {"1": "pc"}, {"applications": {name: shown}}, {name})
 
     assert room(plan())
-    assert not room(plan(model="Qwen/Qwen3-Embedding-4B"))  # 8 GiB twice
+    assert not room(plan(model="Qwen/Qwen3-Embedding-4B"))  # two replicas of 8 GiB do not fit
     assert room(plan(CARD, replace(CARD, name="pc2"), model="Qwen/Qwen3-Embedding-4B"))
 
 
@@ -105,12 +105,12 @@ def ready(made: PooledModels) -> None:
 
 
 def chosen(made: PooledModels, units: int = 500) -> Counter[str]:
-    """The pools that requests with ids of their own get."""
+    """The number of requests that each pool gets. Each request has its own id."""
 
     def pool_of(number: int) -> str:
         request_tags.set((RequestTag(f"request-{number}"),))
         first = made.get("m")
-        assert made.get(None) is first  # a request asks several times
+        assert made.get(None) is first  # a request asks several times, and gets the same model
         return first.pools[0].ref.name
 
     return Counter(copy_context().run(pool_of, number) for number in range(units))

@@ -127,7 +127,7 @@ def test_tokens_log_probabilities_and_ends_arrive() -> None:
         assert second.heard == [Token(8), "pass", Token(9), "pass"]
         assert second.stream.num_cached_tokens == 1
         assert second.begun == [1]
-        assert link.changes == [(2, 0)]  # both began with one call
+        assert link.changes == [(2, 0)]  # one call began both streams
 
     run(scenario)
 
@@ -197,7 +197,7 @@ def test_a_caller_that_leaves_before_the_stream_is_sent_leaves_no_stream() -> No
     async def scenario() -> None:
         link = Link()
         computing = [Begun(link.channel, [1], SamplingOptions(max_tokens=CONTEXT)) for _ in range(2)]
-        await asyncio.sleep(0)  # the tasks begin; the first call follows in the next round
+        await asyncio.sleep(0)  # the tasks begin; the first call follows in the loop's next round
         computing[0].stream.future.cancel()
         await until(lambda: len(link.model.streams) == 2 and link.model.streams[0].future.cancelled())
         assert not link.model.streams[1].future.done()
@@ -222,7 +222,7 @@ def test_a_gateway_that_dies_takes_its_streams_with_it() -> None:
 
 
 def test_a_channel_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway died between its two calls."""
+    """The gateway sent a stream, and died before its call for the tokens."""
     monkeypatch.setattr(replica, "UNREAD_S", 0.01)
 
     async def scenario() -> None:
@@ -243,7 +243,7 @@ def test_a_replica_that_dies_is_told_to_whoever_waits() -> None:
         link.model.compute(5, 6)
         await until(lambda: len(other.heard) == 2)
         link.calls[0].error = RayActorError()
-        link.model.compute(7, 8)  # these tokens no longer arrive
+        link.model.compute(7, 8)  # these tokens still arrive; the next read fails
         for each in (begun, other):
             with pytest.raises(LOST):
                 await each.over
@@ -255,7 +255,7 @@ def test_a_replica_that_dies_is_told_to_whoever_waits() -> None:
 
 
 def test_another_replica_goes_on_after_the_tokens_that_came() -> None:
-    """The caller gets each token once, and the first replica's facts about the prompt stay."""
+    """The caller gets each token once. The prompt's scores and its number of cached tokens are those of the first replica."""
 
     async def scenario() -> None:
         dies, lives = Link(), Link()
@@ -364,7 +364,7 @@ def test_a_gateway_that_leaves_a_message_unread_for_long_has_left(monkeypatch: p
         link.model.compute(5)  # the call that is under way takes it
         await until(lambda: len(begun.heard) == 2)
         monkeypatch.setattr(replica, "UNREAD_S", 0.02)
-        link.model.compute(6)  # it waits
+        link.model.compute(6)  # this token waits
         await asyncio.sleep(0.05)
         assert not link.model.streams[0].future.cancelled()
         link.model.compute(7)
@@ -429,7 +429,7 @@ class Pools(PooledGenerator):
         (([5],), 1, None),
         (([RayActorError()], [5]), 2, None),
         (([5, RayActorError()], [6]), 2, None),
-        (([5, Stopping("it stops")], [6, Stopping("it, too")], [RayActorError()], [7]), 4, None),  # an update stops them in turn
+        (([5, Stopping("it stops")], [6, Stopping("it, too")], [RayActorError()], [7]), 4, None),  # an update stops both
         (([5, RayActorError()], [6, EngineStopped("over")]), 2, "two replicas were lost, the last after 2 tokens"),
         (([EngineStopped("over")], [RayActorError()]), 2, "two replicas in a row"),
         (([InvalidInput("bad")],), 1, "bad"),

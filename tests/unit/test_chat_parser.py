@@ -155,7 +155,7 @@ def test_calls_in_json(text: str, expected: list[Any]) -> None:
 )
 @pytest.mark.parametrize("before", ["", "Hi \n", "<think>hm</think>"])
 def test_what_is_no_call_is_content_as_it_stands(inner: str, before: str) -> None:
-    """Also if the call's closing tag is missing."""
+    """A missing closing tag makes no difference."""
     for text in (tagged(inner), f"<tool_call>{inner}", f"{tagged(inner)}\n{F}"):
         *others, (kind, told) = [each for each in parsed(before + text) if each[0] in (Content, Reasoning)]
         assert kind is Content

@@ -63,7 +63,8 @@ Be brief.{{ eos_token }}
 {% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-# This template strips the content, puts the first system message into the first question, and bos and eos around each exchange.
+# This template strips the content, moves the first system message into the first question, and encloses each exchange in bos
+# and eos.
 BRACKETS = """\
 {% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<' + messages[0]['content'] + '>>' %}
 {% else %}{% set rest = messages %}{% set system = '' %}{% endif %}
@@ -144,7 +145,7 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT},
     optional={"tool_calls": st.none() | TOOL_CALLS, "reasoning_content": TEXT, "reasoning": st.none() | TEXT, "thinking": TEXT},
 )
-# Without content, a template may fail or say "None". Both libraries leave the field out.
+# Both libraries leave out a `content` that is None. Templates may then fail or write "None".
 CALLS_ONLY = st.fixed_dictionaries({"role": st.just("assistant"), "content": st.none(), "tool_calls": TOOL_CALLS})
 TOOL = st.fixed_dictionaries({"type": st.just("function"), "function": st.dictionaries(TEXT, JSON, max_size=3)})
 
@@ -366,7 +367,7 @@ def test_what_a_request_may_not_ask(tmp_path: Path) -> None:
         template.render([{"role": "assistant", "content": None}], **options)
 
 
-# Code of others
+# The code of a template
 
 
 def test_the_templates_own_complaint_is_shown(pairs: dict[str, tuple[ChatTemplate, Reference]]) -> None:

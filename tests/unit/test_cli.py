@@ -142,7 +142,7 @@ print(json.dumps({"modules": list(sys.modules)}))
 
 
 def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """The modules that a new process has imported at the end of the command, or before it restarts itself."""
+    """What a new process reports at its end, or before it restarts itself. `modules` are the modules that it has imported."""
     script = tmp_path / "emberforge"
     script.write_text(COMMAND)
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -251,7 +251,7 @@ def test_the_help_tells_the_default_of_every_option(command: str, monkeypatch: p
     options = [each for each in get_command(cli).commands[command].params if not getattr(each, "is_flag", False)]
     assert len(options) > 12
     for option in options:
-        if (command, option.name) != ("chat", "prompt"):  # without it, the chat begins
+        if (command, option.name) != ("chat", "prompt"):  # without a prompt, the chat begins at once
             assert "[default: " in shown[option.opts[0]], option.name
 
 

@@ -52,7 +52,7 @@ frontend http
 
 def test_keepalive_is_added_once_to_the_file_that_this_ray_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_MAXCONN", "7")  # otherwise the number would be ours
-    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "7", HAPROXY_CONFIG_TEMPLATE))  # ours replaces this line: see below
+    text = haproxy._NOWHERE.sub("", re.sub(r"\{\{.*?\}\}", "7", HAPROXY_CONFIG_TEMPLATE))  # our text replaces this line
     added = with_ours(text)
     assert added.count("option srvtcpka") == 1
     servers = [line for line in added.splitlines() if line.startswith("    server ")]
@@ -77,7 +77,7 @@ def rendered(config: dict[str, object], **backends: object) -> str:
 
 
 def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the text of this Ray's template. gRPC's calls are not limited."""
+    """The text comes from the installed Ray's template. The number of gRPC calls is not limited."""
     servers = [{"name": "one", "host": "h", "port": 1}, {"name": "two", "host": "h", "port": 2}]
     backend = {
         "name": "http-app",
@@ -173,7 +173,7 @@ def test_what_an_ingress_process_has_no_place_for_is_refused_in_the_apis_own_for
 
 
 def test_clients_that_keep_their_connections_shut_nobody_out(tmp_path: Path) -> None:
-    """There are more of them than the connections that Ray allows HAProxy. They send nothing, or nothing more."""
+    """50 clients connect and send nothing. Ray's configuration allows HAProxy 7 connections."""
     assert "maxconn 7\n" in CONFIG
     app = SlowServer()
     app.may.set()
@@ -207,7 +207,7 @@ def test_where_no_ingress_process_is_up_nobody_is_told_that_there_are_too_many(t
 
 @pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v1/rerank", "cohere")])
 def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: Form, tmp_path: Path) -> None:
-    """Also by the proxy that replaces an application's processes, while Ray has not told the proxy of any application."""
+    """Ray's proxy is the fallback of an application's processes. Its 404 becomes a 503 while the proxy knows no application."""
     app = {"name": "http-app", "path_prefix": "/"}
     added = with_ours(rendered({}, backends=[app], backends_with_health_config=[{"backend": app, "health_config": {}}]))
     assert "return status 404" in added
@@ -233,7 +233,7 @@ def test_where_no_application_is_up_one_is_told_to_come_again(path: str, form: F
 
 
 def test_grpc_calls_of_no_application_go_where_http_goes_at_the_root() -> None:
-    """The replica also gets the deadline. The text comes from this Ray's template, for two applications."""
+    """The text comes from the installed Ray's template, for two applications. The replica also gets the deadline."""
 
     def backend(protocol: str, name: str, prefix: str) -> dict[str, object]:
         return {"name": f"{protocol}-{name.lower()}", "path_prefix": prefix, "app_name": name, "servers": []}
@@ -300,7 +300,7 @@ def test_no_process_sees_expect(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("path", "form"), [("/embed", "tei"), ("/v1/embeddings", "openai"), ("/v2/embed", "cohere")])
 def test_who_sends_or_reads_nothing_loses_the_connection(path: str, form: Form, tmp_path: Path) -> None:
-    """Half a request's head, half a body, and an answer that the client does not read. The limit of 10 s is 1 s here."""
+    """Clients send half a head, send half a body, or do not read the answer. The limit of 10 s is 1 s here."""
     app = SlowServer()
     app.may.set()
     app.answer_bytes = 20_000_000
@@ -391,7 +391,7 @@ def test_a_request_has_one_id_from_its_head_to_its_answer(tmp_path: Path) -> Non
 
 
 def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
-    """Ray's text makes HAProxy answer 500, after which load balancers and clients do not send the request again."""
+    """With Ray's configuration HAProxy answers 500. Load balancers and clients do not send a request again after a 500."""
     path, form = "/v1/embeddings", cast(Form, "openai")
     expected = json.dumps(error_body(form, *haproxy._LOST), separators=(",", ":"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -410,7 +410,7 @@ def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
                 answer = ask()
             assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (503, expected, "1")
     app = SlowServer()
-    app.status = 504  # the application's own
+    app.status = 504  # the application's own status
     app.may.set()
     threading.Thread(target=app.serve_forever, daemon=True).start()
     with _in_front_of(f"127.0.0.1:{app.server_port}", path, tmp_path) as ask:
@@ -421,7 +421,7 @@ def test_a_lost_process_is_a_503_in_the_apis_form(tmp_path: Path) -> None:
 
 def test_rays_statistics_of_a_server_on_one_machine_are_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     text = rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "0.0.0.0", "frontend_port": 9})
-    assert re.findall("bind (.*)", with_ours(text)) == [":7", "0.0.0.0:9", "*:8"]  # a node: Prometheus reads them
+    assert re.findall("bind (.*)", with_ours(text)) == [":7", "0.0.0.0:9", "*:8"]  # on a node, for Prometheus
     monkeypatch.setenv("EMBERFORGE_ON_ONE_MACHINE", "0.0.0.0")
     assert re.findall("bind (.*)", with_ours(text)) == ["127.0.0.1:7", "0.0.0.0:9", "127.0.0.1:8"]
     assert "mode 600 level admin" in with_ours(text)
@@ -433,7 +433,7 @@ def test_rays_statistics_of_a_server_on_one_machine_are_for_this_machine(monkeyp
     [("0.0.0.0", "0.0.0.0:9"), ("127.0.0.1", "127.0.0.1:9"), ("::1", "[::1]:9"), ("::", "[::]:9 v4v6"), ("name", "name:9")],
 )
 def test_haproxy_alone_listens_at_the_host(monkeypatch: pytest.MonkeyPatch, host: str, bound: str) -> None:
-    """Ray's servers, and so Ray's configuration, have 127.0.0.1."""
+    """Ray's servers listen at 127.0.0.1, so Ray's configuration has this address."""
     text = rendered({"metrics_port": 7, "stats_port": 8, "frontend_host": "127.0.0.1", "frontend_port": 9})
     monkeypatch.setenv("EMBERFORGE_ON_ONE_MACHINE", host)
     ours = with_ours(text + "\nfrontend grpc_frontend\n    # a comment\n    bind 127.0.0.1:10 proto h2\n")
@@ -455,7 +455,7 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
             assert ray.stdout is not None
             pid = int(ray.stdout.readline())
             _wait_until(lambda: _listens(port))
-            _wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/metrics").is_success)  # HAProxy listens before that process
+            _wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/metrics").is_success)  # this process starts last
             os.kill(pid, signal.SIGKILL)
             sleep(0.3)
             head = httpx.head(f"http://127.0.0.1:{port}/metrics")

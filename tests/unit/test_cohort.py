@@ -60,7 +60,7 @@ def test_the_random_numbers_of_many_streams_are_those_of_each(streams: list[tupl
 def test_a_batch_by_columns_is_the_batch_by_pieces(
     asked: list[tuple[int, bool, int]], windows: tuple[int | None, ...], num_others: int
 ) -> None:
-    """A decoding piece and a chunk of a prompt are beside the cohort. Enough passes run to fill pages."""
+    """Up to two pieces are beside the cohort: a decoding piece and a chunk of a prompt. Enough passes run to fill pages."""
     streams = Streams(Pages(200, PAGE_SIZE), cohort_size=64)
     for length, sampled, seed in asked:
         options = SamplingOptions(300, 0.7 if sampled else 0.0, 20, 0.9, stop_ids=(1, 2, 3))
@@ -96,7 +96,7 @@ def filled(packer: StreamPacker, shape: StreamShape, laid: Laid) -> dict[str, np
     for name, (where, of_part) in shape.places.items():
         part = parts[name] = buffer[where].reshape(of_part).copy()
         if name.startswith("items"):
-            part[:, 6] = part[part[:, 6], 0]  # the row of the item of the first part
+            part[:, 6] = part[part[:, 6], 0]  # the row of the first part's item replaces the item's index
             part[:, 1] = pages[part[:, 1]]
             parts[name] = part[np.lexsort((part[:, 4], part[:, 0], part[:, 5] == 0))]
         elif name == "tiles" and len(part):
@@ -164,7 +164,7 @@ def test_more_streams_than_a_pass_takes_have_their_turns() -> None:
 
 
 def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
-    """The first token of an answer, which a prompt's pass gives, and its last token come by `on_token`."""
+    """`on_token` gets the first token of an answer, which the pass of the prompt gives, and the last token."""
     device = Device(60, passes_in_flight=2)
     heard: list[tuple[list[int], list[int]]] = []
 
