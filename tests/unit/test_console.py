@@ -85,7 +85,7 @@ def test_all_data_needs_a_key_and_shows_a_key_its_own_models_and_usage(cluster: 
             return [model["id"] for model in client.get("/console/state", headers=bearer(key)).json()["models"]]
 
         assert models(ann) == ["fake-embedding"]
-        assert len(models(ben)) == 4  # within the second in which ann's answer was made
+        assert len(models(ben)) == 4  # ann's answer is kept for a second, but not for ben
         for key in (ann, ben):
             assert (
                 client.post("/embed", json={"inputs": "text", "model": "fake-embedding"}, headers=bearer(key)).status_code == 200
@@ -188,7 +188,7 @@ def test_a_process_beside_the_server_makes_one_plan_at_a_time(cluster: FakeClust
             assert (await first).json()["complete"]
             wrong = await post("models:\n  - {name: a}", **bearer(KEY))
             assert (wrong.status_code, wrong.json()["error"]) == (422, "models.yaml, line 2: models.0.model is missing")
-            # Each list holds the list before ten times: ten milliards of values in some lines.
+            # Each list holds the previous list ten times: ten lines give ten billion values.
             bomb = "".join(f"a{each}: &a{each} [{', '.join([f'*a{each - 1}' if each else 'x'] * 10)}]\n" for each in range(10))
             assert (await post(f"{bomb}models: *a9", **bearer(KEY))).status_code == 422
             monkeypatch.setattr(planning, "_LONGEST_S", 0.01)
@@ -298,7 +298,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def address(cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server with a key. Each question about its state gets a new answer."""
+    """A server with a key. Each request for its state gets a new answer."""
     monkeypatch.setattr(state, "_FRESH_S", 0.0)
     monkeypatch.setattr("serve_app.console.cluster_view._PAUSE_S", 0.0)
     monkeypatch.setattr("serve_app.console.cluster_view._PAUSES_A_LOOK", 0)
@@ -322,7 +322,7 @@ def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str)
     page.on("request", lambda request: request.url.startswith(own) or problems.append(request.url))
     page.goto(address)
 
-    # A wrong key is told, and the right one opens the page.
+    # The page refuses a wrong key. The right key opens the page.
     page.get_by_label("Key", exact=True).fill("wrong")
     page.get_by_role("button", name="Use this key").click()
     page.get_by_text("does not accept this key").wait_for()
@@ -330,7 +330,7 @@ def test_the_page_in_a_browser(browser: Any, cluster: FakeCluster, address: str)
     page.keyboard.press("Enter")
     page.locator(".node").wait_for()
 
-    # 60 nodes come, one is lost while somebody looks, and all go.
+    # 60 nodes join, one is lost while the page is open, and all leave.
     cluster.nodes = nodes(60)
     page.locator(".node").nth(59).wait_for()
     cluster.nodes = (*cluster.nodes[:30], lost(cluster.nodes[30]), *cluster.nodes[31:])

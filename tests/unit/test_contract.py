@@ -42,7 +42,7 @@ FAULTS: dict[str, Exception] = {
     "stopped": EngineStopped("the engine has stopped"),
     "bug": RuntimeError("something nobody thought of"),
 }
-# The kind of model for a row, which also decides the settings. "prompted" has prompts.
+# The kind of model for a row. "prompted" is an embedding model with prompts.
 Kind = Literal["embedding", "prompted", "reranker", "classifier", "splade"]
 SETTINGS: dict[str, Any] = {"max_client_batch_size": 8, "payload_limit": 100_000, "request_timeout_s": 5.0}
 
@@ -264,7 +264,7 @@ CASES = [(failure, path) for failure in FAILURES for path in failure.routes]
 
 
 class FakeModel:
-    """All values of a vector are 1. `fault` is a name of `FAULTS`, or "tokenizer", "slow" or "full"; "full" keeps its place."""
+    """All values of a vector are 1. `fault` is a name of `FAULTS`, or "tokenizer", "slow" or "full". "full" keeps its place."""
 
     def __init__(self, tokenizer: Tokenizer, fault: str, kind: Kind = "embedding") -> None:
         self.tokenizer = _BrokenTokenizer() if fault == "tokenizer" else tokenizer
@@ -433,7 +433,7 @@ def _documented() -> Iterator[tuple[str, int]]:
 
 
 def test_every_documented_status_is_provoked_and_the_other_way_round() -> None:
-    """500 of native routes is missing in the document, because it is a bug of ours."""
+    """Only Cohere's routes document a 500: a failed pass. On other routes a 500 is a bug of ours, and is not documented."""
     documented = set(_documented())
     provoked = {(path, 200) for path, _ in documented}
     for failure, path in CASES:

@@ -161,7 +161,7 @@ def test_a_file_that_is_not_on_the_disk_has_no_name(tmp_path: Path, monkeypatch:
 
 
 class Picky:
-    """Refuses some texts."""
+    """Refuses a call with the text "bad"."""
 
     rows_per_call, num_calls = 4, 2
     closed = False
@@ -280,7 +280,7 @@ def served(app: ASGIApp) -> Iterator[str]:
 
 
 class Gate:
-    """In front of the API: notes the headers of requests, and answers the first ones with 503."""
+    """A layer in front of the API. It records the priorities of requests, and answers the first `num_refused` with 503."""
 
     def __init__(self, app: ASGIApp, num_refused: int) -> None:
         self._app, self.num_refused, self.priorities = app, num_refused, set[bytes]()

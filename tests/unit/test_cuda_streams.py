@@ -260,7 +260,7 @@ def test_logits_that_are_not_finite_end_their_stream_alone(engines: Callable[[st
 
 
 def _broken(logits: torch.Tensor) -> torch.Tensor:
-    """The second of the two rows of the first pass is NaN."""
+    """Makes the second row NaN, if there is one."""
     if len(logits) > 1:
         logits[1] = float("nan")
     return logits

@@ -82,7 +82,7 @@ def test_equal_devices_share_the_layers_and_the_head_counts() -> None:
 
 
 def test_measured_seconds_decide_where_the_memory_allows_it() -> None:
-    """One card computes a layer three times as fast as the other. The head takes as long as four or six layers."""
+    """One card computes a layer three times as fast as the other. On each card the head takes as long as 4 or 6 layers."""
     model = Model((_GIB,) * 40, 2 * _GIB, 4 * _GIB, 1000)
     slow = Device("slow", 80 * _GIB, _GIB, *seconds_by_layer(model, 3e-3, 2 * _GIB, 9e-3))
     fast = Device("fast", 80 * _GIB, _GIB, *seconds_by_layer(model, 1e-3, 2 * _GIB, 2e-3))

@@ -57,7 +57,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback(decoder: decoders.Decoder) -> Tokenizer:
-    """The form of SentencePiece in Llama 2 and Gemma: "▁" for a space, and byte tokens for characters without a token."""
+    """SentencePiece's form, as in Llama 2 and Gemma: "▁" for a space, and byte tokens for characters without a token."""
     first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace()

@@ -10,7 +10,7 @@ from cluster import doctor
 from engine import devices
 
 CPU = torch.device("cpu")
-# Linux's report of one processor: of a DGX Spark's GB10, of Grace, of an Ampere Altra, of a Raspberry Pi 5.
+# Linux's reports of one processor each, for the GB10 of a DGX Spark, Grace, Ampere Altra and Raspberry Pi 5.
 _SINCE_N1 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"
 _V9 = (
     f"{_SINCE_N1} jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm sb paca pacg dcpodp "
@@ -29,7 +29,7 @@ GB10 = arm(f"{_V9} ecv afp wfxt", "0xd87")
 GRACE = arm(_V9, "0xd4f")
 ALTRA = arm(f"{_SINCE_N1} lrcpc dcpop asimddp ssbs", "0xd0c")
 RASPBERRY_PI_5 = arm(f"{_SINCE_N1} lrcpc dcpop asimddp", "0xd0b")
-# Shortened.
+# This report is shortened.
 ZEN_4 = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_bf16\nbugs\t\t: sysret_ss_attrs\n"
 
 

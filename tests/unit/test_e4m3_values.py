@@ -31,7 +31,7 @@ def test_the_largest_value_there_can_be_is_within_e4m3_and_near_its_end(shifted:
     assert scale_values(qkv, its_norm, VALUES) is not None
     assert isinstance(qkv.weight, Quantized)
     rows = (qkv.weight.values.float() * qkv.weight.scale[:, None])[-VALUES:]
-    # For each value, the token that makes it largest: a multiple of its row, before the norm's weight.
+    # The token that makes a value largest is a multiple of the value's row times the norm's weight, or the negative of it.
     along = rows * its_norm.weight
     tokens = torch.cat((along, -along))
     most = (its_norm(tokens) @ rows.T + (0 if qkv.bias is None else qkv.bias[-VALUES:].float())).abs().amax(0)

@@ -57,7 +57,7 @@ def test_an_input_that_is_not_finite_is_named(engine: Engine, lengths: tuple[int
     def spoiling(sequences: Sequence[TokenIds], *arguments: Any) -> Any:
         output = launch(sequences, *arguments).wait()
         if any(len(ids) == BAD for ids in sequences):
-            output.vectors[:] = np.nan  # also a neighbour in the same attention tile
+            output.vectors[:] = np.nan  # NaN also reaches neighbours in the same attention tile
         return Finished(output)
 
     monkeypatch.setattr(engine.runner, "launch", spoiling)

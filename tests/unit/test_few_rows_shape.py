@@ -48,11 +48,11 @@ def test_clusters_stay_within_a_part_of_the_chip() -> None:
 
 @pytest.mark.parametrize("sms", [16, 26, 60, 78, 114, 132, 144])
 def test_a_part_of_a_chip_and_its_kin_have_a_cut_too(sms: int) -> None:
-    """The numbers of SMs of MIG slices, and of H20, H100 and GH200."""
+    """The parameters are the numbers of SMs of MIG slices, and of H20, H100 and GH200."""
     for n, k, norm in PRODUCTS:
         for cost, shape in few_rows_shapes(n, k, 16, norm, sms):
             assert 1 <= shape.clusters(sms) <= sms // shape.split
-            assert cost > 2 * n * k / 4800  # the memory's own rate in bytes per nanosecond
+            assert cost > 2 * n * k / 4800  # 4,800 bytes per nanosecond is the rate of the memory
 
 
 def test_rows_are_padded_to_few_numbers() -> None:

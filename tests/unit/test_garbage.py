@@ -1,7 +1,7 @@
 """A request leaves no cycles of objects behind, and collections skip the objects that a server has loaded.
 
-Servers look for cycles seldom (docs/decisions/026). Until then a cycle keeps all its objects, and the frames of an error keep the
-request's body.
+Servers seldom look for cycles (docs/decisions/026). Until then a cycle keeps all its objects, and the frames of an error keep
+the request's body.
 """
 
 import asyncio
@@ -151,7 +151,7 @@ async def _end_of(task: "asyncio.Task[Any]") -> str:
 
 
 class Engine:
-    """A stub that computes nothing. The word "broken" (13) breaks its pass, the word "slow" (14) holds the pass for a moment."""
+    """A stub that computes nothing. The word "broken" (13) breaks a pass. The word "slow" (14) delays a pass."""
 
     passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
     cohort_size = 0
@@ -170,7 +170,7 @@ class Engine:
 )
 def test_a_replicas_model(first: int, expected: str, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     """The path from `LocalModel.embed` through the queue and the engine's threads leaves no garbage."""
-    caplog.set_level(logging.CRITICAL)  # pytest keeps records, and they keep errors
+    caplog.set_level(logging.CRITICAL)  # pytest keeps log records, and a record keeps the error
     loop = EngineLoop(Engine(), max_batch_tokens=8)
 
     async def collect(request: Request) -> None:
@@ -215,8 +215,8 @@ class Generator(FakeGenerator):
     [
         ([1, 2, 3], None, 4, ""),
         ([1, 2, 3], None, 100, "left"),
-        ([1, 2, 3], 1e-6, 100, "DeadlineExceeded"),  # of the engine's
-        ([1, 2, 3], 0.03, 180, "DeadlineExceeded"),  # of the server's
+        ([1, 2, 3], 1e-6, 100, "DeadlineExceeded"),  # in the engine
+        ([1, 2, 3], 0.03, 180, "DeadlineExceeded"),  # in the server
         ([1, BROKEN, 3], None, 4, "BackendError"),
     ],
 )

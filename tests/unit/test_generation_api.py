@@ -98,7 +98,7 @@ def test_a_completion_of_several_prompts(tmp_path: Path) -> None:
     answer = post(model, COMPLETIONS, prompt=["a", "bc"], n=2, seed=7, echo=True)
     assert text_of(answer) == ["aone", "atwo", "bcthree", "bcfour"]
     assert [each["index"] for each in answer.json()["choices"]] == [0, 1, 2, 3]
-    assert answer.json()["usage"]["prompt_tokens"] == 3  # each prompt once
+    assert answer.json()["usage"]["prompt_tokens"] == 3  # each prompt counts once
     assert [stream.options.seed for stream in model.streams] == [7, 8, 7, 8]
 
 
@@ -237,7 +237,7 @@ def test_the_events_of_a_completion_in_order(tmp_path: Path) -> None:
 
 
 def test_every_chunk_has_its_tokens_logprobs(tmp_path: Path) -> None:
-    """Also the first byte of a character, whose text comes with the second byte."""
+    """The first byte of a character also has a chunk. The character's text comes with the second byte."""
     *chunks, _ = events(post(FakeGenerator(tmp_path, "éa"), COMPLETIONS, stream=True, logprobs=1).text)
     told = [choice["logprobs"] for each in chunks for choice in json.loads(each)["choices"]]
     assert [None if each is None else each["text_offset"] for each in told] == [[0], [1], [2], [3]]

@@ -159,7 +159,7 @@ TWO = Node("two", "amd64", 64 * GIB, 8, (Card("NVIDIA GeForce RTX 5080", int(15.
 def test_large_models_in_four_bits_on_small_cards(
     monkeypatch: pytest.MonkeyPatch, model: str, node: Node, context: int, streams: int, cards: int, published: bool
 ) -> None:
-    """Rounded at load, or from a published checkpoint, which is not larger. In bf16 they fit only on the GB10."""
+    """The weights are rounded at load, or published in four bits. In bf16 the models fit only on the GB10."""
     asked: dict[str, object] = {"model": model, "context": context, "streams": streams}
     monkeypatch.setitem(CATALOGUE, "published/AWQ", replace(CATALOGUE[model], quantization=Awq(128)))
     plan = planned((node,), asked | ({"model": "published/AWQ"} if published else {"dtype": "int4"}))
@@ -173,7 +173,7 @@ def test_large_models_in_four_bits_on_small_cards(
 
 
 def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:
-    """Its cache takes 4.5 GiB in bf16. The ways out name the context that fits."""
+    """The KV cache takes 4.5 GiB in bf16. The ways out name the context that fits."""
     plan = planned((SMALL,), {"model": "Qwen/Qwen3-8B", "dtype": "int4", "context": 32_768, "streams": 1})
     (unplaced,) = plan.unplaced
     assert "a replica needs 13.4 GiB, but small:0 has only 11.6 GiB for models" in unplaced.why
@@ -182,7 +182,7 @@ def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:
 
 
 def test_an_8b_with_32k_of_context_fits_12_gb_with_keys_and_values_in_8_bits(hub: None) -> None:
-    """Its cache takes 2.3 GiB. The remaining memory holds 8,000 further tokens."""
+    """The KV cache takes 2.3 GiB. The remaining memory holds 8,000 further tokens."""
     asked = {"model": "Qwen/Qwen3-8B", "dtype": "int4", "context": 32_768, "streams": 1, "kv_cache_dtype": "fp8"}
     plan = planned((SMALL,), asked)
     assert plan.unplaced == ()
@@ -209,8 +209,10 @@ def test_a_model_that_does_not_generate_has_no_kv_cache_dtype() -> None:
 
 
 def qwen3_8b_q4_k_m(path: Path) -> Path:
-    """A GGUF file with the types of llama.cpp's Q4_K_M for a Qwen3-8B (src/llama-quant.cpp): V and down have more bits in the
-    first and last eighth of the layers, and in each third layer between."""
+    """A GGUF file of a Qwen3-8B with the types of llama.cpp's Q4_K_M (src/llama-quant.cpp).
+
+    V and down have more bits in the first and last eighth of the layers, and in each third layer between.
+    """
     shape = CATALOGUE["Qwen/Qwen3-8B"]
     c, heads, keys = shape.hidden_size, shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     tensors: dict[str, tuple[tuple[int, ...], Kind]] = {
@@ -249,7 +251,7 @@ def qwen3_8b_q4_k_m(path: Path) -> Path:
 
 
 def test_an_8b_of_a_gguf_file_on_12_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Q4_K_M as published, with bf16 for matrices that do not stay in 4 bits; and with these rounded to 4 bits by dtype int4."""
+    """GPUs do not keep all matrices of a Q4_K_M file in 4 bits. The others become bf16, or 4 bits with dtype int4."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = qwen3_8b_q4_k_m(tmp_path / "Qwen3-8B-Q4_K_M.gguf")
     assert 4.6 < path.stat().st_size / GIB < 4.8  # the published file has 5.03 GB
@@ -277,13 +279,13 @@ def test_what_is_left_of_a_card_is_cache() -> None:
     assert (exact.pools[0].cache_tokens, exact.pools[0].streams) == (20_000, 2)
     one = planned((PC1,), {"model": "Qwen/Qwen3-4B", "cache_tokens": 1000, "context": 1000})
     assert (one.entries["m0"].streams, one.pools[0].streams) == (1, 1), "a page is always whole"
-    for node in (SPARK, CPU):  # the engine leaves the reserve free beside the memory that the system uses
+    for node in (SPARK, CPU):  # the engine leaves the reserve free, besides the memory that the system uses
         (use,) = plan_report.card_uses(planned((node,), {"model": "Qwen/Qwen3-0.6B", "context": 40_960}))
         assert 0 <= use.capacity - node.reserved - use.used_bytes < PAGE_SIZE * 2 * 114_688
 
 
 def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
-    """Replicas of 5, 3, 2 and 4, 4, 2 could fill two cards. If they are placed one after the other, the last one does not fit."""
+    """Replicas of 5, 3, 2 and 4, 4, 2 could fill two cards. If they are placed one by one, the last does not fit."""
     halves = [(5000, 1, 1), (4000, 2, 2), (3000, 1, 1), (2000, 2, 2)]
     assert not finds_room(halves, [2])
     assert not finds_room(halves, [1, 1])
@@ -291,7 +293,7 @@ def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
     assert not finds_room([(5000, 2, 1), (4000, 1, 1)], [1])
     assert finds_room([(5000, 2, 1), (5000, 2, 1)], [1, 1])
     assert finds_room([(10_000, 1, 1)], [1])
-    two_hosts = (CPU, replace(CPU, name="older"))  # Ray does not count host memory, so replicas of two models may meet
+    two_hosts = (CPU, replace(CPU, name="older"))  # Ray does not count host memory, so one node may get both models
     models = ({"model": "Qwen/Qwen3-0.6B"}, {"model": "Qwen/Qwen3-1.7B"})
     assert [pool.streams for pool in planned(two_hosts, *models).pools] == [4, 4]
     assert all(pool.streams > 4 for pool in planned((CPU,), *models).pools)  # type: ignore[operator]

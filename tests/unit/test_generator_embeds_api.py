@@ -42,7 +42,7 @@ def folder(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module", params=["last_token", None])
 def asked(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Engine, Callable[..., httpx.Response]]]:
-    """An engine, and requests to its server; with a pooling, and without."""
+    """An engine with or without a pooling, and a function that sends requests to its server."""
     engine = Engine.load(folder, dtype="float32", device="cpu", pooling=request.param)
     loop = EngineLoop(engine, engine.max_batch_tokens)
     info = ModelInfo.of(

@@ -92,7 +92,7 @@ def test_tensors_are_those_of_the_checkpoint_as_far_as_their_type_goes(
         values = tensor.numpy()
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, kind), kind) if values.ndim > 1 else values
         np.testing.assert_array_equal(found[name].float().numpy(), rounded, err_msg=name)
-        assert (values == rounded).all() == (values.ndim == 1)  # or the type was not tested
+        assert (values == rounded).all() == (values.ndim == 1)  # matrices must differ, or the type is not tested
 
 
 def test_f16_and_bf16_are_not_widened(as_gguf: Callable[..., Path]) -> None:
@@ -382,7 +382,8 @@ def test_a_file_cut_off_anywhere_is_refused(small: Path, tmp_path: Path) -> None
 @given(data=st.data())
 def test_a_damaged_file_gives_a_model_error_or_loads(small: Path, tmp_path: Path, data: st.DataObject) -> None:
     content, path = bytearray(small.read_bytes()), tmp_path / "damaged.gguf"
-    # Most bytes of the header are tokens; its first 700 and the tensors' places are what a reader trusts.
+    # Most bytes of the header are tokens. The reader trusts the first 700 bytes and the tensors' places, so these change more
+    # often.
     places = st.one_of(st.integers(0, 700), st.integers(0, len(content) - 1), st.integers(6500, 8500))
     for at, byte in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=3)):
         content[at] = byte

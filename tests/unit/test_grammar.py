@@ -27,7 +27,7 @@ from engine.text.grammar import Compiler
 
 VOCAB_SIZE = 300  # the tokenizer has 257 tokens; the model's other rows have no text
 COMPILER = Compiler(byte_tokenizer().to_str, VOCAB_SIZE, (EOS,))
-# Without it most random answers are whitespace.
+# Without this bias most random answers are whitespace.
 LESS_SPACE = tuple((byte, -50.0) for byte in b" \t\r\n")
 OPTIONS = SamplingOptions(max_tokens=600, stop_ids=(EOS,), logit_bias=LESS_SPACE)
 
@@ -123,7 +123,7 @@ def test_a_regex_and_choices() -> None:
 
 
 def test_the_answer_ends_with_the_grammar_or_with_a_stop_id() -> None:
-    """`a` may end or go on after each letter."""
+    """An answer of the form `a+` may end after each letter."""
     open_end = grammar.of_regex("a+")
     assert run(open_end).finish_reason == "stop"
     assert set(text_of(run(open_end, replace(OPTIONS, min_tokens=40)))[:40]) == {"a"}

@@ -714,7 +714,7 @@ def test_no_more_is_read_than_answers_are_taken(make: Make) -> None:
             for taken in range(1, 6):
                 assert await anext(answers) == (taken, None)
                 await asyncio.sleep(0.01)
-                assert num_read == taken + 3  # the last of them waits to be computed
+                assert num_read == taken + 3  # the last message waits to be computed
 
     asyncio.run(scenario())
 
