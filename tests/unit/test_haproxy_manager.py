@@ -1,4 +1,4 @@
-"""The HAProxy manager of each node is ours. It calls Serve's controller regularly, because only that shows a lost connection."""
+"""The HAProxy manager of each node is ours. It calls Serve's controller regularly: only a call shows a lost connection."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from cluster.local_ray import SERVE_ENV
 
 
 def test_the_controller_starts_our_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "HAProxyManager", RaysManager)  # restores it at the end
+    monkeypatch.setattr(controller, "HAProxyManager", RaysManager)  # pytest restores the class at the end
     module, function = SERVE_ENV["RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"].split(":")
     assert module == haproxy_manager.__name__
     getattr(haproxy_manager, function)()
@@ -42,10 +42,10 @@ def test_a_manager_listens_on_and_asks_the_controller_whatever_comes_of_it(monke
         manager._asking.cancel()
 
     monkeypatch.setattr(RaysManager.__ray_metadata__.modified_class, "__init__", rays)
-    monkeypatch.setattr(LongPollClient, "_process_update", LongPollClient._process_update)  # restores it at the end
+    monkeypatch.setattr(LongPollClient, "_process_update", LongPollClient._process_update)  # pytest restores it
     monkeypatch.setattr(haproxy_manager, "ask_controller", ask)
     monkeypatch.setattr(haproxy_manager, "keep_listening", lambda: calls.append("listen"))
     monkeypatch.setattr(haproxy_manager, "_ASK_EVERY_S", 0.001)
     asyncio.run(run())
-    assert calls[:2] == ["listen", "Ray's"]  # Ray's begins the long call
+    assert calls[:2] == ["listen", "Ray's"]  # Ray's `__init__` begins the long-poll call
     assert calls[2:].count("ask") >= 3

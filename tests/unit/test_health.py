@@ -128,14 +128,14 @@ def test_a_pass_that_is_long_for_its_size_is_waited_for(replica: Replica) -> Non
 
 def test_a_long_queue_that_moves_is_no_illness(replica: Replica) -> None:
     replica.engine.free.clear()
-    first = replica.submit(100)  # a further pass of a tenth of a second
+    first = replica.submit(100)  # the predicted time of this pass is 0.1 s
     wait_for(lambda: len(replica.engine.passes) == 1)
     rest = [replica.submit(8) for _ in range(20)]
     assert replica.healthy()  # the canary now waits behind all of these requests
     replica.ahead += DEADLINE_S - 1
     assert replica.healthy()
     replica.loop._passes.computed_at = time.monotonic() + replica.ahead  # a pass has ended
-    replica.ahead += FRESH_S + 0.3  # after the canary was sent, twice its allowed time
+    replica.ahead += FRESH_S + 0.3  # longer than the allowed time after the canary was sent, but not after the last pass
     assert replica.healthy()
     replica.ahead += 1
     assert not replica.healthy()

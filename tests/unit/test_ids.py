@@ -18,8 +18,11 @@ BOOM = "input 1 has the token '<boom>' (id 300), the model has embeddings up to 
 
 
 def with_boom(folder: Path, copy: Path, around: bool = False) -> Path:
-    """A copy of the folder whose tokenizer has the token <boom> behind the 300 that the model knows, as a fine-tune without a
-    resize leaves it. `around`: the tokenizer puts it in front of each text."""
+    """A copy of the folder whose tokenizer has one token more than the model: <boom>, after the model's 300 tokens.
+
+    A fine-tune that adds a token and does not resize the embeddings leaves such a folder. `around`: the tokenizer puts <boom>
+    in front of each text.
+    """
     shutil.copytree(folder, copy)
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     token = {"id": 300, "content": "<boom>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

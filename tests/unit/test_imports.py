@@ -32,7 +32,7 @@ def test_packages_import_downwards_only(package: str) -> None:
 
 
 def circles() -> list[list[str]]:
-    """The groups of modules that import each other, directly or over others (Tarjan's strongly connected components)."""
+    """Groups of modules that import each other, directly or through other modules (Tarjan's strongly connected components)."""
     graph = {module: {other for other in imported(module) if other in MODULES} for module in MODULES}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -72,7 +72,7 @@ def test_the_scheduler_knows_no_torch() -> None:
 
 @pytest.mark.slow
 def test_a_models_size_is_counted_without_torchs_compiler() -> None:
-    """torch imports its compiler for arithmetic on tensors without content: 1 to 3 s of each start, and of `emberforge plan`."""
+    """For arithmetic on meta tensors torch imports its compiler. Each start and `emberforge plan` would take 1 to 3 s more."""
     code = (
         "import sys; from cluster.catalogue import CATALOGUE; from engine.model.footprint import num_parameters; "
         "list(map(num_parameters, CATALOGUE.values())); assert 'torch._dynamo' not in sys.modules"

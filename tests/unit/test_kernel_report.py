@@ -18,7 +18,7 @@ GOOD = Row("sm_90", "attention", "head_dim 128", registers=128, shared_bytes=64 
 
 
 def only(*sources: str) -> Callable[[tuple[int, int]], list[Variant]]:
-    """Replaces `variants`: only the first variant of each source."""
+    """A replacement for `variants` that gives only the first variant of each source."""
     return lambda capability: [next(v for v in variants(capability) if v.source == source) for source in sources]
 
 

@@ -110,7 +110,7 @@ def test_passes_of_ever_new_sizes_take_no_more_memory() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in limits}
     said = subprocess.run([sys.executable, "-c", _PASSES], env=environment, cwd=ROOT, capture_output=True, check=True, text=True)
     early, late = map(int, said.stdout.split())
-    assert late - early < 20 << 20  # without limits it was 110 MiB
+    assert late - early < 20 << 20  # without limits the growth is 110 MiB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -243,7 +243,7 @@ def test_attention_in_blocks_is_that_of_the_whole(
     block_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The blocks are of queries, of heads, and of sequences."""
+    """The blocks divide the queries, the heads and the sequences."""
     torch.manual_seed(0)
     lengths = [133, 40, 3, 130, 40, 330]
     bias = torch.randn(4, 2 * 30 + 1) if biased else None
@@ -317,7 +317,7 @@ def test_pool(pooling: Pooling, expected: list[float]) -> None:
 @pytest.mark.parametrize("lengths", [(3, 1, 5), (3, 3, 3, 3, 3)], ids=["ragged", "as many places as tokens"])
 @pytest.mark.parametrize("pooling", [each for each in get_args(Pooling) if each != "splade"])
 def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling, lengths: tuple[int, ...]) -> None:
-    """Like a CUDA graph: the batch has tokens without a sequence, and sequences without tokens."""
+    """As in a CUDA graph, the batch has tokens without a sequence, and sequences without tokens."""
     packer = BatchPacker(pooling, 8, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
     shape, tiles = packer.shape(Layout(sequences), graphs=True)

@@ -103,7 +103,7 @@ def end(patch: pytest.MonkeyPatch, hanging: str) -> tuple[list[str], bool]:
     ],
 )
 def test_ray_is_not_stopped_under_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch, hanging: str, steps: list[str]) -> None:
-    """A second thread must not enter Ray while the first thread hangs in it. Ray would end the process and leave its children."""
+    """A second thread must not enter Ray while the first thread hangs in it. Ray would end the process but not its children."""
     assert end(monkeypatch, hanging) == (steps, False)
 
 

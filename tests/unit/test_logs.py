@@ -105,7 +105,7 @@ def test_a_stream_that_its_client_leaves_is_no_line(log_lines: Lines) -> None:
     assert line["exception"].endswith("ZeroDivisionError: of ours")
 
 
-# A command starts a process with another stderr. That process kills itself after its last words.
+# A command starts a process with another stderr. That process writes one line and kills itself.
 COMMAND = """
 import os, subprocess, sys
 from cluster import logs

@@ -161,7 +161,7 @@ def test_neighbours_of_a_vector_that_is_not_finite_are_computed_without_it(gate:
 
 
 def test_those_computed_again_need_no_arrival_to_wake_the_engine() -> None:
-    """Passes take so long that the engine sleeps until one ends. Only single sequences are left."""
+    """Each sequence is computed again in a pass of its own. Passes take so long that the engine sleeps until one ends."""
 
     class Late(Finished):
         def wait(self) -> Output:
@@ -227,7 +227,7 @@ def test_an_error_while_results_are_delivered_reaches_whoever_waits(
 @pytest.mark.parametrize("where", ["schedule", "launch", "deliver"])
 @pytest.mark.parametrize("passes_in_flight", [1, 2])
 def test_whoever_waits_hears_the_end_of_the_engines_threads(where: str, passes_in_flight: int) -> None:
-    """An error that `except Exception` does not catch ends the thread. Requests in flight, waiting and later requests get it."""
+    """An error that `except Exception` does not catch ends the thread. In-flight, waiting and later requests get an error."""
 
     class Last(Gate):
         def launch(self, *arguments: Any) -> Finished:  # type: ignore[override]
@@ -455,7 +455,8 @@ def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
     assert jobs[3].future.result(5).vectors.tolist() == [[2, 2]]
     assert tokens_of(jobs[3]) == [[[2, 2]] * 4]
     assert jobs[4].future.result(5).vectors.tolist() == [[1, 1]]
-    assert gate.batches == [5]  # equal ids with other options are other sequences, and so is a longer text with the same first id
+    # Equal ids with other options count as another sequence. So does a longer sequence with the same first id.
+    assert gate.batches == [5]
     assert [(report.num_tokens, report.num_seqs, report.num_duplicates) for report in reports] == [(21, 5, 2)]
     loop.stop()
 

@@ -1,4 +1,4 @@
-"""Random traffic, failures and stops: every caller gets a result or an error, and a result has the rows of its own sequences."""
+"""Random traffic, failures and stops: every caller gets an error or a result, and a result has its own sequences' rows."""
 
 import asyncio
 import random

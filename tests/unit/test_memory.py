@@ -322,7 +322,7 @@ def test_prompts_are_cut_so_a_longer_context_takes_no_more() -> None:
     assert long == footprint(qwen3("4B"), torch.bfloat16, "gpu", MOST_STREAM_TOKENS, cache_tokens=256)
     few = footprint(qwen3("4B"), torch.bfloat16, "gpu", 64, cache_tokens=256)
     assert few.workspace < long.workspace
-    assert few.graphs < long.graphs  # so few tokens have so few logits
+    assert few.graphs < long.graphs  # a pass of 64 tokens has fewer logits
 
 
 def _free(monkeypatch: pytest.MonkeyPatch, free: int, total: int = 139 << 30) -> torch.device:
@@ -339,7 +339,7 @@ def test_a_gpus_cache_has_16_contexts_or_what_is_free_beside_the_passes(monkeypa
     assert passes == footprint(config, torch.bfloat16, "gpu", cache_tokens=0).of_passes
     assert default_tokens(config, torch.bfloat16, device, passes) == 16 * 40960
     short = replace(config, max_input_length=1000)
-    assert default_tokens(short, torch.bfloat16, device, passes) == 125 * PAGE_SIZE  # of 16,000 tokens
+    assert default_tokens(short, torch.bfloat16, device, passes) == 125 * PAGE_SIZE  # 16 contexts of 1,000 tokens
     tokens = default_tokens(config, torch.bfloat16, _free(monkeypatch, 10 * gib), passes)
     assert tokens % PAGE_SIZE == 0
     left = 10 * gib - passes - tokens * per_token
@@ -471,7 +471,7 @@ def test_vectors_as_wide_as_the_vocabulary_are_counted_and_have_a_limit() -> Non
         footprint(config, torch.bfloat16, "gpu", tokens).workspace - footprint(plain, torch.bfloat16, "gpu", tokens).workspace
         for tokens in (512, 800, 16384)
     )
-    assert some - one == 288 * 30528 * 6  # a vector in bf16 and in fp32
+    assert some - one == 288 * 30528 * 6  # each text has its vector in bf16 and in fp32
     assert 1 << 28 > most > some  # 16,384 texts of one token would take 3 GB
     assert footprint(config, torch.bfloat16, "gpu").graphs > footprint(plain, torch.bfloat16, "gpu").graphs
 
@@ -487,7 +487,7 @@ def test_a_cards_own_memory_holds_graphs_and_the_hosts_has_gaps() -> None:
 
 
 def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
-    """The budgets are the engine's defaults. A budget far above costs up to 7 % more.
+    """The test takes budgets up to the engine's default. For a far larger budget the difference is up to 7 %.
 
     The rows were measured when graphs ended at 4,096 tokens and were captured on the passes' own stream. The test
     subtracts the difference.
@@ -505,7 +505,7 @@ def test_estimates_are_what_an_h200_reported_or_a_little_more() -> None:
 
 
 def test_with_graphs_of_whole_batches_and_in_8_bits_what_is_missing_stays_free_in_every_plan() -> None:
-    """The estimate lacks less than half of the memory that plans leave free, and only for BERT-base in float8."""
+    """The estimate is too low only for BERT-base in float8, by less than half of the memory that plans leave free."""
     (rows,) = json.loads(MEASURED_PART.read_text(encoding="utf-8"))["tables"].values()
     rows = [row for row in rows if row["token budget"] <= MOST_BATCH_TOKENS]
     assert {(row["model"], row["dtype"]) for row in rows} == {
@@ -531,7 +531,7 @@ def test_graphs_of_whole_batches_are_for_models_that_a_host_may_not_keep_up_with
         config = known_model(f"Qwen3-Embedding-{name}")
         assert config is not None
         each = footprint(config, dtype, "gpu", MOST_BATCH_TOKENS)
-        results = 4 * (4096 * config.embedding_size + (2 << 20))  # of 4,096 texts, and 2 Mi values besides
+        results = 4 * (4096 * config.embedding_size + (2 << 20))  # vectors of 4,096 sequences, and 2 Mi other values
         assert each.graphs == most * each.workspace_per_token + results
         short = footprint(config, dtype, "gpu", 1024).graphs
         assert short == 1024 * (each.workspace_per_token + 4 * config.embedding_size) + (8 << 20), "no batch is longer"
@@ -544,7 +544,7 @@ def test_models_are_known_by_their_last_part_in_any_case() -> None:
 
 
 class _Random(ShapeCounter):
-    """Random weights in every shape asked for, on the CPU."""
+    """Gives random weights on the CPU for every requested shape."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -554,7 +554,7 @@ class _Random(ShapeCounter):
         return torch.randn(shape, dtype=self.dtype) / 50
 
 
-# One layer of each kind, in the published widths. The vocabulary is small, because its table is no part of a pass's memory.
+# One layer of each kind, in the published widths. The vocabulary is small: a pass's memory does not include the word table.
 _SHAPES = {
     "nomic-ai/modernbert-embed-base": {"n_layers": 2, "local_layers": (0,)},
     "jinaai/jina-embeddings-v2-base-en": {"n_layers": 1},

@@ -327,7 +327,8 @@ def test_a_start_that_fails_leaves_nothing_behind(home: Path, spawn: Spawn, monk
     begun: list[psutil.Process] = []
 
     def begin_and_fail(arguments: list[str], environ: Mapping[str, str], address: str) -> int:
-        assert json.loads((home / "node.json").read_text())["id"] == environ["EMBER_NODE_ID"]  # so that stop could end it
+        # `emberforge node stop` needs this record to end Ray.
+        assert json.loads((home / "node.json").read_text())["id"] == environ["EMBER_NODE_ID"]
         begun.append(spawn(environ["EMBER_NODE_ID"]))
         raise KeyboardInterrupt
 

@@ -18,7 +18,7 @@ GRPC = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00$\x04"
 
 @contextmanager
 def knocking(port: int, hello: bytes) -> Iterator[None]:
-    """A process that tries to reach 127.0.0.1:port again and again, and then says `hello`."""
+    """A thread that connects to 127.0.0.1:port again and again, and sends `hello` on each connection."""
     ended = threading.Event()
 
     def knock() -> None:
@@ -56,7 +56,7 @@ def test_the_port_is_free_again_at_once() -> None:
     with knocking(port, GRPC):
         assert waiting_nodes("127.0.0.1", port)
     with socket.socket() as strict:
-        strict.bind(("127.0.0.1", port))  # without SO_REUSEADDR, as another program may listen
+        strict.bind(("127.0.0.1", port))  # without SO_REUSEADDR, because another program may bind so
 
 
 def test_nobody_is_waited_for_without_end() -> None:

@@ -216,7 +216,7 @@ def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> N
     async def test() -> None:
         replica, outbox, tasks = await _one_on_the_way()
         for name in range(1, 7):
-            tasks.append(asyncio.ensure_future(outbox.put(*call(name, 100))))  # the sixth is too many
+            tasks.append(asyncio.ensure_future(outbox.put(*call(name, 100))))  # the sixth would exceed MOST_TOKENS
             await _turns()
         tasks.append(asyncio.ensure_future(outbox.put(*call(7, MOST_TOKENS))))
         await _turns()
@@ -228,7 +228,7 @@ def test_what_is_as_much_as_goes_together_does_not_wait(endless_wait: None) -> N
 
 
 async def _one_on_the_way() -> tuple[Replica, Outbox, list[asyncio.Future[Embeddings]]]:
-    """A replica that has a call and does not answer yet, its outbox of one call at a time, and the waiting requests."""
+    """A replica that holds its first call, an outbox that allows one call at a time, and the requests' tasks."""
     replica = Replica(hold=True)
     outbox = outbox_to(replica.send, most_calls=1)
     tasks: list[asyncio.Future[Embeddings]] = [asyncio.ensure_future(outbox.put(*call(0)))]

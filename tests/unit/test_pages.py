@@ -159,7 +159,7 @@ def test_the_page_that_is_unused_the_longest_is_given_up_first() -> None:
     held = {token: filled(pages, ids(token, token)) for token in (1, 2, 3)}
     for token in (2, 1, 3):
         pages.release(held[token])
-    pages.release(pages.match(ids(2, 2, 0)))  # this page is used once more
+    pages.release(pages.match(ids(2, 2, 0)))  # this use makes the page the latest one
     given_up = [pages.take(1) for _ in range(3)]
     assert given_up == [held[1], held[3], held[2]]
     assert pages.take(1) is None
@@ -195,7 +195,7 @@ def test_a_parent_keeps_its_place_in_the_order_while_its_child_is_held() -> None
 
 
 def test_two_sequences_that_compute_one_beginning_at_a_time() -> None:
-    """The first sequence's page is kept. The second one's next page is found after it, although no sequence holds the parent."""
+    """The first sequence's page is kept. The second one's next page becomes its child, although no sequence holds both."""
     pages = Pages(4, 2)
     text = ids(1, 2, 3, 4)
     first, second = pages.take(1), pages.take(2)

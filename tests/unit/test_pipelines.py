@@ -79,7 +79,7 @@ def test_each_stage_needs_what_the_engine_counts_for_it() -> None:
         for part, end in zip(pipeline.layers, (sizes.words_bytes, sizes.head_bytes), strict=True)
     ]
     assert list(pipeline.needs_bytes) == needs
-    # The rest of the fuller card's memory becomes cache. The engine's own cut fits there.
+    # The memory left on the fuller card becomes cache. The engine's own cut fits with this cache, not with twice as much.
     assert given > least
     devices = pipeline.cards._devices
     assert cut(sizes, devices, given)
@@ -230,7 +230,7 @@ def test_an_embedding_model_that_no_card_holds_takes_two_cards_of_a_node() -> No
     assert (pool.num_gpus, pool.devices, pool.cache_tokens) == (2.0, ("cuda:0", "cuda:1"), None)
     assert serve_config(plan)["applications"][0]["args"]["spec"]["devices"] == ["cuda:0", "cuda:1"]
     assert "m0.rtx-5080-16g-amd64: 2 cards of one node, layers 0 to 17 with " in text_of(plan)
-    # The plan counts the engine's bytes of each stage, and none for a cache.
+    # The plan counts the engine's bytes for each stage, and no cache.
     config = plan.shapes["m0"]
     whole, sizes = footprint(config, BF16, "gpu"), sizes_of(config, BF16, on_gpu=True)
     fixed = whole.of_passes + whole.context + bytes_beside_passes(config, BF16, 2, None)

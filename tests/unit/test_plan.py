@@ -190,7 +190,7 @@ def test_ray_finds_room_for_every_pool_on_every_card(chosen: list[tuple[str, int
 
 
 def apply(plan: Plan, name: str, way: str) -> Plan:
-    """The plan after an operator has followed `way` literally. A published checkpoint is in the catalogue."""
+    """The plan after an operator has followed `way` literally. The published 4-bit checkpoint is the catalogue's AWQ model."""
     if " a card of " in way:
         gib = float(way.split(" a card of ")[1].split(" GiB")[0])
         count = int(way.split()[0]) if way[0].isdigit() else 1
@@ -233,7 +233,7 @@ UNPLACED = {
     ),
     "squeezed": (
         planned([rtx_5080()], entry("lite"), entry("pro", "Qwen/Qwen3-Embedding-8B")),
-        "another node",  # with shorter inputs it would have a place, but lite would not
+        "another node",  # with shorter inputs pro would have a place, but lite would not
     ),
     "cores": (planned([CPU], entry(min_replicas=5, dtype="bf16")), "min_replicas: 4"),
     "another CPU": (planned([CPU], entry(min_replicas=5, dtype="bf16")), f"or of class {CPU.class_name}"),
@@ -561,7 +561,7 @@ def test_what_a_quantised_checkpoint_takes_is_said(tiny: Callable[..., Path], tm
         "q: the checkpoint is quantised (AWQ of 4 bits); it is dequantised at load, so it takes the memory of bfloat16"
     )
     assert [each.needs_bytes for each in quantised.assigned] == [each.needs_bytes for each in plain.assigned]
-    for folder in folders:  # a generation model
+    for folder in folders:  # without this folder the model is a generation model
         shutil.rmtree(folder / "1_Pooling")
     quantised, plain = (planned([rtx_5080()], entry("q", str(folder))) for folder in folders)
     (note,) = set(plan_report.notes(quantised)) - set(plan_report.notes(plain))

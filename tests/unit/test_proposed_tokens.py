@@ -44,7 +44,7 @@ def answer_of(prompt: Sequence[int], options: SamplingOptions) -> list[int]:
 
 
 class Copier(Device):
-    """A log-probability is minus the number of tokens before it."""
+    """A token's log-probability is minus the number of tokens before the token."""
 
     def _choose(self, seen: list[int], piece: Piece) -> Token:
         assert piece.row is not None
@@ -75,7 +75,7 @@ wishes = st.lists(
     st.tuples(words, st.integers(10, 60), st.integers(0, 30), st.booleans(), st.sampled_from("ab")), min_size=1, max_size=6
 )
 
-# A stream leaves its cohort for want of a page, and joins again while a pass that it has left is under way.
+# A stream leaves its cohort, because no page is free. It joins the cohort again while its earlier pass is still under way.
 REJOINS = [([1] * length, most, 19 * (most == 33), False, "a") for length, most in ((1, 10), (1, 33), (2, 10), (5, 20), (5, 23))]
 
 
@@ -91,7 +91,7 @@ def test_answers_are_what_they_are_without_proposals(
     passes_in_flight: int,
     rows: int,
 ) -> None:
-    """The cases include few pages, so that streams give up pages, small budgets, passes out of memory, and pages of answers."""
+    """The cases include few pages (streams give up pages), small budgets, passes out of memory, and cached pages of answers."""
     device = Copier(num_pages, most_tokens, passes_in_flight)
     device.speculation_rows = rows
     streams = [stream(prompt, most, least, speculates, owner) for prompt, most, least, speculates, owner in asked]
@@ -221,7 +221,7 @@ def test_streams_give_up_their_pages_between_verified_tokens(monkeypatch: pytest
 
 def test_logits_that_are_not_finite_behind_a_wrong_proposal_harm_nobody() -> None:
     class Breaks(Repeater):
-        """The answer counts to 9 once more, then to 5. The logits of a 6 after it are not finite."""
+        """The answer counts to 9 once more, then to 5. The logits after a wrongly proposed 6 are not finite."""
 
         def _choose(self, seen: list[int], piece: Piece) -> Token:
             token = super()._choose(seen, piece)
@@ -283,7 +283,7 @@ def proposer_after(prompt: Sequence[int], answer: Sequence[int]) -> Proposer:
 def test_three_right_tokens_are_trusted_and_a_wrong_one_halves_the_trust() -> None:
     text = list(range(100, 140))
     made = proposer_after(text, text[:5])
-    assert made.propose(7) == []  # the match is known after three tokens, and two were right
+    assert made.propose(7) == []  # the match is known after three tokens, and two tokens since then were right
     made.add(text[5])
     assert made.propose(7) == text[6:9]
     made.add(text[6])
@@ -292,7 +292,7 @@ def test_three_right_tokens_are_trusted_and_a_wrong_one_halves_the_trust() -> No
     for token in text[7:15]:
         made.add(token)
     assert made.propose(9) == text[15:22]
-    for token in (1, *text[30:33]):  # the text goes on elsewhere: a wrong token, and three without a match
+    for token in (1, *text[30:33]):  # a wrong token, then three tokens from another place of the text
         made.add(token)
         assert made.is_trusted
         assert made.propose(7) == (text[33:36] if token == text[32] else [])

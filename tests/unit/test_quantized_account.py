@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every key that changes values is supported or refused, and every tensor is used or named in an error."""
+"""Quantised checkpoints: a key that changes values is supported or refused, and a tensor is used or named in an error."""
 
 import json
 from collections.abc import Callable

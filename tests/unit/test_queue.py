@@ -111,7 +111,7 @@ def test_many_cancelled_requests_leave_the_queue_at_once() -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.integers(8, 200))
 def test_requests_share_the_tokens(sizes: list[int], budget: int) -> None:
-    """No request that waits the whole time gets more than another one by over a round's share and one sequence."""
+    """While all requests wait, their served tokens differ by at most a round's share and two sequences."""
     requests = [request([size] * 200) for size in sizes]
     queue = filled(requests, budget)
     served = dict.fromkeys(map(id, requests), 0)
@@ -138,7 +138,7 @@ def test_a_short_request_waits_for_a_share_of_each_request_before_it(sizes: list
 
 @given(st.integers(1, 50), st.lists(st.integers(1, 20), min_size=1, max_size=30))
 def test_a_long_sequence_waits_for_one_pass_at_most(budget: int, later: list[int]) -> None:
-    """Short sequences that keep arriving never overtake it."""
+    """Short sequences that keep arriving never overtake the long sequence."""
     long = request([1000])
     queue = filled([request([1]), long], budget)
     first = queue.schedule(0.0)
@@ -202,7 +202,7 @@ def test_a_rest_of_one_token_uses_up_one_token_of_the_part_of_later_turns() -> N
 @pytest.mark.slow
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 48), st.integers(1, 48))
 def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, long: int, size: int, at_once: int) -> None:
-    """Short requests take up to three quarters of each pass. A long sequence does not fit beside them and uses several turns."""
+    """Short requests take at most 3/4 of each pass. A long sequence does not fit beside them and uses several turns."""
     large = [request([long] * 800) for _ in range(num_large)]
     queue, taken, passes = filled(large, 64), 0, 48
     for _ in range(passes):
@@ -221,7 +221,7 @@ def test_short_requests_without_end_leave_large_ones_their_part(num_large: int, 
     st.integers(8, 200),
 )
 def test_owners_share_the_tokens_however_many_requests_they_have(owners: list[tuple[int, int]], budget: int) -> None:
-    """No owner that waits the whole time gets more than another one by over a round's share and one sequence."""
+    """While all owners wait, their served tokens differ by at most a round's share and two sequences."""
     requests = [
         request([size] * -(-2000 // number), owner=str(owner))
         for owner, (number, size) in enumerate(owners)
@@ -276,7 +276,7 @@ def test_a_short_request_waits_for_a_share_of_each_other_owner(flood: list[tuple
 def test_what_is_ahead_of_a_request_is_never_more_than_foreseen(
     waiting: list[tuple[str, list[int], int]], num_passes: int, owner: str, sizes: list[int]
 ) -> None:
-    """The difference is the sequences with which others exceed their share, and the rest of the last pass."""
+    """The foreseen tokens may be exceeded by one sequence of each request, and by the rest of the last pass."""
     queue = filled([request(each * times, owner=name) for name, each, times in waiting], 64)
     for _ in range(num_passes):
         queue.schedule(0.0)

@@ -68,7 +68,7 @@ def test_attention_behind_a_prefix_is_that_of_the_whole_text(heads: tuple[int, i
 @pytest.mark.parametrize("window", [None, 0, 3, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 def test_paged_attention_is_that_of_the_whole_sequences(heads: tuple[int, int], window: int | None) -> None:
-    """The last tokens of each sequence, in tiles of at most 4 tokens, with pages of 4 tokens."""
+    """The queries are the last tokens of each sequence, in tiles of at most 4 tokens. A page has 4 tokens."""
     qkv = torch.randn(sum(LENGTHS), heads[0] + 2 * heads[1], 8, dtype=torch.float64)
     q, k, v = qkv.split((heads[0], heads[1], heads[1]), dim=1)
     chunks = [min(length, 6) for length in LENGTHS]
@@ -134,7 +134,7 @@ def test_rope_store_writes_the_rows_of_the_tokens_that_have_a_slot(padding: int,
 
 
 def test_rope_turns_each_tensor_by_its_own_table_and_positions() -> None:
-    """The angles of the last positions are kept for the next layer."""
+    """The reference keeps the angles of the latest positions for the next layer."""
     tables = [reference.rope_table(8, theta, 32, torch.device("cpu")) for theta in (1e4, 1e2)]
     kept = [positions(), positions() + 1]
     found = []

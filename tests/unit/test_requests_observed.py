@@ -157,7 +157,7 @@ def test_behind_serve_the_answer_gets_no_second_id(cluster: Any) -> None:
 
 
 def test_the_log_has_the_details_of_a_request_that_broke_a_pass(cluster: Any, log_lines: Lines) -> None:
-    """Two requests leave as one call. The line of their common pass names both. Then each runs alone, and its line names it."""
+    """Two requests leave as one call. The line of their pass names both. Then each runs alone, and the bad one gets a line."""
     made = cluster()
     bad, good = ask(
         made.app,

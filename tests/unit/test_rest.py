@@ -180,7 +180,7 @@ FOUR_B, SMALL = (f"Qwen/Qwen3-Embedding-{size}@{'0' * 40}" for size in ("4B", "0
 
 
 def test_models_sleep_where_the_host_has_memory_for_their_weights() -> None:
-    """Beside the reserve of 4 GiB and the processes, the host has memory for the 4B's 7.5 GiB, and for one 4B only."""
+    """The weights of the 4B take 7.5 GiB. Beside the reserve of 4 GiB and the processes, the host has memory for one 4B."""
     entries: list[dict[str, Any]] = [{"model": SMALL}, {"model": FOUR_B, "min_replicas": 0}, {"model": FOUR_B, "min_replicas": 0}]
     node = Node("pc", "amd64", 20 * GIB, 8, (CARD,) * 3)
     plan = planned(node, *entries)

@@ -78,7 +78,7 @@ def test_a_row_at_either_end_of_a_large_tensor_or_in_its_middle_counts(folder: P
 
 
 def test_large_weights_are_sampled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files have 16 GiB of holes: one tensor of the first file, and a file of another kind."""
+    """Two sparse files of 16 GiB: a safetensors file with one tensor, and a PyTorch file."""
     size = 16 << 30
     header = json.dumps({"a": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
     file = folder / "model.safetensors"

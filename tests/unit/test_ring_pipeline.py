@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class FakeRing:
-    """The later stages of a test."""
+    """Stands in for the later stages. The test gives their messages to `arrive`."""
 
     num_stages = 2
 
@@ -37,7 +37,7 @@ class FakeRing:
         self._sent.release()
 
     def wait_for(self, count: int) -> None:
-        """Returns when that number of further messages is sent."""
+        """Returns when `count` further messages have been sent."""
         for _ in range(count):
             assert self._sent.acquire(timeout=30)
 

@@ -165,7 +165,7 @@ def test_a_request_is_split_only_where_that_is_sooner() -> None:
     assert sorted(index for part in parts for index in part) == list(range(20))
     assert split(even, [10] * 4, 0.0) == [[0, 1, 2, 3]]  # the request is short, so it is not divided
     assert split(even, [2_000], 0.0) == [[0]]
-    assert split([pool("a", 1_000), pool("b", 50)], [100] * 20, 0.0) == [list(range(20))]  # the slow pool would delay the request
+    assert split([pool("a", 1_000), pool("b", 50)], [100] * 20, 0.0) == [list(range(20))]  # the slow pool would end later
     thirds = split([pool("a", 2_000), pool("b", 1_000)], [100] * 30, 0.0)
     assert sorted(map(len, thirds)) == [10, 20]
 
@@ -194,7 +194,7 @@ def test_replicas_follow_the_backlog(busy: float, backlog_s: float, requests: in
     ("kv_held", "backlog_s", "num_streams", "step_s", "stream_s", "replicas"),
     [
         (0.0, 0.0, 0, 0.0, 0.0, 0),
-        (0.01, 0.0, 1, 0.004, 0.0, 1),  # one stream keeps the device busy all the time
+        (0.01, 0.0, 1, 0.004, 0.0, 1),  # one stream keeps the device busy, and one replica is enough
         (0.84, 0.0, 30, 0.01, 0.0002, 1),
         (0.95, 0.0, 30, 0.01, 0.0002, 2),  # the next stream would be preempted
         (0.2, 7.0, 5, 0.01, 0.0002, 2),  # prompts wait for 7 s

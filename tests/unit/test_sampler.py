@@ -94,7 +94,7 @@ def test_top_p_keeps_what_transformers_keeps_and_the_ties_of_the_last(
     probs = before.softmax(1)[0]
     ours = in_full(logits[0].softmax(0), top_k, top_p, min_p) > 0
     least = probs[their_tokens].min()
-    # Where the mass is `top_p` up to rounding, one token (and its ties) more or less is as good.
+    # Where the tokens' mass equals `top_p` up to rounding, one token (with its ties) more or less is also right.
     bare = (probs[probs >= least].sum() - least * (probs == least).sum(), probs[their_tokens].sum())
     if all(abs(float(mass) - top_p) > 1e-5 for mass in bare) and abs(float(bare[1] - least) - top_p) > 1e-5:
         assert torch.equal(ours, probs >= least)

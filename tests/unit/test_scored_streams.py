@@ -16,7 +16,7 @@ from engine.schedule.stream import Token
 
 
 class ScoringDevice(Device):
-    """A token's log-probability is minus the next token of all tokens before it."""
+    """A token's log-probability is minus `next_token` of all tokens before the token."""
 
     def launch(self, sequences: Sequence[Any], options: object, outputs: object, pieces: Sequence[Piece] = ()) -> Finished:
         finished = super().launch(sequences, options, outputs, pieces)
@@ -44,7 +44,7 @@ class ScoringDevice(Device):
 def test_every_prompt_is_scored_by_all_that_is_before_it(
     asked: list[tuple[list[int], int, bool]], num_pages: int, budget: int, most_tokens: int
 ) -> None:
-    """The cases: chunks, other streams beside it, streams that give up pages, and passes that are halved for lack of memory."""
+    """The cases: chunks, other streams in a pass, streams that give up pages, and passes that are halved for lack of memory."""
     device = ScoringDevice(num_pages, most_tokens)
     streams = []
     for prompt, most, is_scored in asked:

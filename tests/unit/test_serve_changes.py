@@ -35,7 +35,7 @@ def config(nodes: Sequence[Node] = NODES, gateways: int = 2, port: int = 8000, *
 
 
 def versions(content: dict[str, Any]) -> dict[str, Any]:
-    """The values that Ray compares. It replaces an application if its version differs, and a deployment if its options differ."""
+    """The values that Ray compares. It replaces an application whose version differs, and a deployment whose options differ."""
     applications = ServeDeploySchema.model_validate(content).applications
     return {
         each.name: (get_app_code_version(each), [(d.ray_actor_options, d.max_replicas_per_node) for d in each.deployments])
@@ -58,7 +58,7 @@ def test_serve_tells_a_config_as_it_was_given() -> None:
 
 @pytest.mark.slow
 def test_planning_imports_no_ray() -> None:
-    """`plan --live` asks the cluster before it writes a config. Ray reads its token at import, so planning may not import Ray."""
+    """`plan --live` asks the cluster before it writes a config. Ray reads its token at import, so the plan imports no Ray."""
     code = "import sys, cluster.serve_config, cluster.serve_changes, cluster.node_live; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 class StandIn:
     """A block of a GPU's memory, on the CPU. Its content is NaN after its memory was given back."""
 
-    room = 1 << 40  # the most bytes of all blocks together
+    room = 1 << 40  # the bytes that are left for blocks
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes = self.size = num_bytes
@@ -118,7 +118,7 @@ def test_tensors_are_found_wherever_an_object_holds_them() -> None:
 
 
 def sleepy(engine: Engine) -> Engine:
-    """The engine with its weights in blocks, as `Engine.load(sleeps=True)` makes one on a GPU."""
+    """The engine with its weights in blocks, as `Engine.load(sleeps=True)` keeps them on a GPU."""
     sleeper = Sleeper(StandIn, least_bytes=1)
     with torch.inference_mode():
         sleeper.adopt(each for each in tensors_of(engine.network) if not each.is_mkldnn)  # only CPUs have such tensors

@@ -34,7 +34,7 @@ def config_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Stand-in GPUs. Each has a number of bytes beside passes and a rate. Cards of equal rates are of one kind."""
+    """Stand-in GPUs. Each GPU has a rate, and a number of bytes free beside passes. GPUs with equal rates are of one kind."""
 
     def make(room: list[int], rates: list[float]) -> None:
         monkeypatch.setattr(stages, "pass_bytes", lambda *_: 0)
@@ -67,7 +67,7 @@ def test_the_parts_are_as_large_as_the_stages_that_the_engine_loads(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_ring_has_the_head_in_its_first_stage(config_of: Callable[..., ModelConfig], tied: bool) -> None:
-    """A tied head and the words are one table there."""
+    """In the first stage a tied head and the words are one table."""
     config = config_of("qwen3_lm", tie_word_embeddings=tied)
     table = config.vocab_size * config.hidden_size * 4
     last, first = (stages.sizes_of(config, torch.float32, on_gpu=False, head_is_first=each) for each in (False, True))

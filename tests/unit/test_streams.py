@@ -31,7 +31,7 @@ from engine.schedule.request import Request, Slice
 from engine.schedule.stream import Answer, Stream, Streams, Token
 
 PAGE_SIZE = 4
-BROKEN = 999  # the pass of this token fails
+BROKEN = 999  # a pass with this token fails
 
 
 def next_token(ids: Sequence[int]) -> int:
@@ -55,7 +55,7 @@ def answer_of(prompt: Sequence[int], most: int) -> list[int]:
 
 
 def pieces_of(together: CohortPass, page_size: int = PAGE_SIZE) -> list[Piece]:
-    """The same pass, stream by stream."""
+    """The pieces of the same pass, one for each stream."""
     num_pages = together.starts // page_size + 1
     pages = [together.pages[start : start + count] for start, count in zip(together.page_offsets, num_pages, strict=True)]
     numbers = np.ascontiguousarray(together.choices[:, 4:6]).view(np.uint64)[:, 0] * 2.0**-64
@@ -83,7 +83,7 @@ class Device:
         self.speculation_rows = 64 if num_stages == 1 else 0
         most = 64 if passes_in_flight > 1 and num_stages == 1 else 0
         self.cohort_size = most if cohort_size is None else min(most, cohort_size)
-        self.last: dict[int, int] = {}  # the token, by the id of its unknown place
+        self.last: dict[int, int] = {}  # the chosen token, by the negative id that stands for it
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
         self.most_tokens = most_tokens  # the most tokens of a pass; a larger pass is out of memory
         self.passes: list[list[int]] = []  # the tokens of each piece
@@ -226,7 +226,7 @@ def test_whoever_leaves_gives_the_pages_back_at_once(
 @pytest.mark.parametrize("num_streams", [2, 3, 6, 7])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_pipeline_waits_for_no_pass_but_that_of_the_same_group(num_streams: int, num_stages: int) -> None:
-    """Consecutive passes are of different groups. A pass with a token that an earlier pass chooses has to wait for that pass."""
+    """Consecutive passes are of different groups. A pass with a token that an earlier pass chooses waits for that pass."""
     device = Device(40, passes_in_flight=num_stages + 1, num_stages=num_stages)
     passes = Passes(device, 100)
     groups: list[set[Any]] = []
@@ -360,13 +360,13 @@ def test_equal_sequences_of_a_pass_are_computed_once() -> None:
     assert (vectors(one), vectors(other)) == ([vector_of([1] * 6), vector_of([2] * 6)], [vector_of([2] * 6)] * 2)
     device.pages.check_integrity()
     assert device.pages.num_free == 100
-    Passes(device, 100).run([again := request([2] * 8)])  # the kept page is one that was computed
+    Passes(device, 100).run([again := request([2] * 8)])  # the kept page was computed, not copied
     assert device.passes[1] == [4]
     assert vectors(again) == [vector_of([2] * 8)]
 
 
 def test_streams_under_way_keep_their_pages_beside_sequences_to_embed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two streams grow to 4 of 9 pages each. Each stream has one more page in reserve. Sequences of 1 to 3 pages get the rest."""
+    """Two streams grow to 4 of 9 pages each. Each stream reserves one more page. Sequences of 1 to 3 pages get the rest."""
     preempted = preemptions(monkeypatch)
     device, taken = Device(9, passes_in_flight=2), list[int]()
     streams = [stream([first], 14) for first in (3, 4)]
@@ -570,7 +570,7 @@ def test_a_stream_gives_its_pages_up_after_the_pass_under_way() -> None:
 
 
 class Interrupting(Future[Any]):
-    """Calls a function at the `when`-th call of `done()`, so in the middle of the caller's work."""
+    """Calls a function at the `when`-th call of `done()`. The caller is then in the middle of its work."""
 
     def __init__(self, when: int, call: Callable[[], None]) -> None:
         super().__init__()
@@ -617,7 +617,7 @@ def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
 
 
 class LateDevice(Device):
-    """A pass ends when the test says so. As on a GPU, that is after its launch has returned."""
+    """A pass ends when the test says so. As on a GPU, the launch returns before the pass ends."""
 
     def __init__(self, num_pages: int) -> None:
         super().__init__(num_pages, passes_in_flight=2)
@@ -647,7 +647,7 @@ class LateFlight:
 
 
 class AwaitedFlight(LateFlight):
-    """The pass ends when the engine's thread waits for it."""
+    """A pass whose end is polled, so `ends` may be any object with `is_set`."""
 
     def synchronize(self) -> None:
         while not self.ends.is_set():

@@ -61,7 +61,7 @@ def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> No
     for replica in ("a", "b"):
         suspects.died(7, replica, sent_at)
     clock.now += 1
-    for replica in ("a", "b"):  # the router that sent it did not know of the deaths yet
+    for replica in ("a", "b"):  # the router sent the requests after the deaths, but did not know of the deaths yet
         assert suspects.died(8, replica, sent_at=suspects.now()) is None
         assert suspects.died(9, replica, sent_at=suspects.now()) is None
     with pytest.raises(Quarantined):
@@ -326,7 +326,7 @@ def test_a_journal_tells_what_was_in_flight_at_a_death(tmp_path: Path, dying: "s
     assert not own.suspects.deaths
     os.kill(dying.pid, signal.SIGKILL)
     dying.wait()
-    assert own.knows([6])  # this needs no new look at the folder
+    assert own.knows([6])  # `knows` finds a death without a new search for journals
     assert [death[:2] for death in own.suspects.deaths] == [(6, "dead"), (7, "dead")]
     later = InFlight(tmp_path, "later")
     later.look()
@@ -337,7 +337,7 @@ def test_a_journal_tells_what_was_in_flight_at_a_death(tmp_path: Path, dying: "s
     asyncio.run(later.run(6, answer))
     last = InFlight(tmp_path, "last")
     last.look()
-    assert [death[:2] for death in last.suspects.deaths] == [(7, "dead")]  # 6 has been answered
+    assert [death[:2] for death in last.suspects.deaths] == [(7, "dead")]  # an answer has cleared 6
 
 
 def test_a_replica_that_stops_in_order_leaves_no_journal(tmp_path: Path) -> None:

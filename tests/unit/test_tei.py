@@ -51,7 +51,8 @@ def test_others_variables_mean_nothing_unless_the_model_is_named_teis_way() -> N
     assert settings_of({"models": ["org/x"]}, env | {"MODEL_ID": ""}) == Settings(models=("org/x",))
     given = tei.translate({"models": ["org/x"]}, env)
     assert given.environment == {}
-    assert [note.partition(" ")[0] for note in given.notes] == ["API_KEY"]  # a server with a key must not silently open
+    # The note warns a user who expects that API_KEY protects the server.
+    assert [note.partition(" ")[0] for note in given.notes] == ["API_KEY"]
 
 
 def test_ours_win_over_teis_variables_and_flags_over_all(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_secrets_leave_the_command_line() -> None:
 def test_the_command_line_takes_every_option_of_teis() -> None:
     command = [str(Path(sys.executable).parent / "emberforge"), "config"]
     for option in tei.OPTIONS:
-        if not option.refused and option.name != "default-prompt":  # beside default-prompt-name it is an error
+        if not option.refused and option.name != "default-prompt":  # an error together with default-prompt-name
             value = {"port": "80", "dtype": "float16", "pooling": "last-token", "auto-truncate": "false"}.get(option.name, "7")
             command += [f"--{option.name}", value] if option.takes_value else [f"--{option.name}"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("EMBERFORGE_")}

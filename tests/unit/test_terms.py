@@ -581,7 +581,7 @@ def test_a_rate_that_no_replica_has_measured_refuses_nothing(pooled: Any) -> Non
 
 
 def test_without_a_deadline_a_sleeping_pool_is_waited_for(pooled: Any) -> None:
-    model, (handle,) = pooled(vectors, awake=False, timeout_s=2.0)  # the time of its start is a guess
+    model, (handle,) = pooled(vectors, awake=False, timeout_s=2.0)  # the predicted start takes longer, but is a guess
     asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
     assert len(handle.calls) == 1
 

@@ -83,7 +83,7 @@ def test_what_the_table_says_nothing_of_is_estimated(node: Node) -> None:
 @pytest.mark.parametrize("row", table().rows, ids=lambda row: f"{row.model} {row.dtype}")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_predictions_lie_where_products_put_them(row: Measured, name: str) -> None:
-    """A prediction is between the full and the half rate of the card's peak with nothing but matrix products."""
+    """The peak is the rate with only products. A prediction lies between the peak and half of it (in 8 bits 0.3 of it)."""
     tflops, _ = PUBLISHED[name]
     bits8 = 1 if row.dtype == "bfloat16" else 2
     peak = bits8 * tflops * 1e12 / (2 * body_parameters(CATALOGUE[row.model]))
@@ -94,7 +94,7 @@ def test_predictions_lie_where_products_put_them(row: Measured, name: str) -> No
 
 
 def test_each_part_is_stretched_by_what_bounds_it() -> None:
-    """1,000 tokens took 1 s, of which 0.1 s was idle. Products, attention, memory, the rest took 60, 20, 10 and 10 % of 0.9 s."""
+    """1,000 tokens took 1 s: 0.1 s idle, and 0.9 s of products (60 %), attention (20 %), memory (10 %) and the rest (10 %)."""
     row = Measured("m", "bfloat16", 1000.0, busy=0.9, gemm=0.6, attention=0.2, elementwise=0.1, gemm_flops=400e12)
     there, here = Speed(500e12, 4e12, mma_sync=0.5, wgmma=True), Speed(100e12, 1e12)
     # Products take 4 times as long, attention by mma.sync twice (200, then 100 TFLOP/s), memory 4 times. The rest stays.

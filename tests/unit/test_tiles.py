@@ -57,7 +57,7 @@ def test_a_tile_holds_what_follows_one_prefix_or_none() -> None:
         [40, 5, 6, 7, 20, 3, 4, 5, 5], 32, [(0, 0)] + 3 * [(0, 40)] + [(0, 0)] + 2 * [(58, 78)] + 2 * [(0, 0)]
     )
     assert (tiles.dtype, tiles.shape) == (np.int32, (6, 4))
-    assert tiles[0].tolist() == [40, 58, 0, 40]  # 58 keys
+    assert tiles[0].tolist() == [40, 58, 0, 40]  # the tile with the most keys, 58, comes first
     assert sorted(tiles.tolist()) == [
         [0, 32, 0, 0], [32, 40, 0, 0], [40, 58, 0, 40], [58, 78, 0, 0], [78, 85, 58, 78], [85, 95, 0, 0],
     ]  # fmt: skip

@@ -62,7 +62,7 @@ def test_special_tokens_of_both_families(tiny: Callable[..., Path]) -> None:
 def test_the_end_of_text_is_put_where_the_config_has_it(
     tiny: Callable[..., Path], tmp_path: Path, kind: str, config: dict[str, Any], expected: list[int]
 ) -> None:
-    """The behaviour of gte-Qwen2's tokenizer: the token is not in tokenizer.json, and the model pools it."""
+    """The behaviour of gte-Qwen2's tokenizer: tokenizer.json does not append the token, but the model pools it."""
     folder = shutil.copytree(tiny(kind), tmp_path / "model")
     (folder / "tokenizer_config.json").write_text(json.dumps({"add_eos_token": True} | config))
     tokenizer = Tokenizer.load(folder, load_model_config(folder))

@@ -17,7 +17,7 @@ from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
 from serve_app.settings import Settings
 
-# Like Qwen3's template: tools, calls, results, the reasoning of earlier turns, and a switch that opens or closes reasoning.
+# Like Qwen3's template. It has tools, calls, results, the reasoning of earlier turns, and a switch for reasoning.
 CALLS = """\
 {%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor -%}
 {%- for m in messages -%}
@@ -295,7 +295,7 @@ def test_a_wanted_call_has_a_grammar(tmp_path: Path) -> None:
 
 
 def test_the_grammar_follows_the_prompt(tmp_path: Path) -> None:
-    """The grammar does not limit reasoning. The prompt has opened it, the prompt has closed it, or the model may open it."""
+    """The grammar does not limit reasoning. The three prompts open reasoning, close it, or leave it to the model."""
     served = model(tmp_path, CALL)
     starts = [
         grammar_of(served, tool_choice=NAMED, **fields).split("\n")[0]

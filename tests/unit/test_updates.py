@@ -37,7 +37,7 @@ LOST = ActorUnavailableError("the connection was lost", None)
 
 def test_a_lost_connection_ends_serves_client(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(calls_after(LongPollState.TIME_OUT, LOST)) == 2
-    monkeypatch.setattr(LongPollClient, "_process_update", LongPollClient._process_update)  # restores it at the end
+    monkeypatch.setattr(LongPollClient, "_process_update", LongPollClient._process_update)  # pytest restores it
     monkeypatch.setattr(updates, "_AGAIN_S", 0.001)
     updates.keep_listening()
     assert asyncio.run(calls_after(LongPollState.TIME_OUT, LOST, LOST)) == 4

@@ -1,4 +1,4 @@
-"""PyTorch files instead of safetensors: the vectors and the checks of tensors are the same, and code in the files never runs."""
+"""PyTorch files instead of safetensors: vectors and checks of tensors are the same, and code in the files never runs."""
 
 import json
 import shlex

@@ -1,7 +1,7 @@
 """wgmma reads the registers of W's operand while the next instructions run: none of them may write these registers.
 
-NVRTC assumes that an operand has been read when wgmma begins. Without `pin` in csrc/four_bits_tiled.cu it gives the registers to
-other values, and products are wrong from time to time.
+NVRTC assumes that an operand has been read when wgmma begins. Without `pin` in csrc/four_bits_tiled.cu NVRTC gives the
+registers to other values, and products are wrong from time to time.
 """
 
 import re
@@ -30,7 +30,7 @@ def ptx_of(defines: dict[str, int]) -> list[str]:
     return str(text, "ascii").splitlines()
 
 
-# One group of a strip in a step, and many.
+# A warp has one strip, in the second case two. A step has one group of each strip.
 @pytest.mark.parametrize(("rows", "group", "n", "k"), [(128, 128, 4096, 4096), (64, 128, 24576, 4096), (64, 64, 4096, 576)])
 def test_no_instruction_writes_an_operand_before_the_wait(rows: int, group: int, n: int, k: int) -> None:
     shape = tiled_shape(n, k, rows, group, False, False, 132, 227 << 10, True)

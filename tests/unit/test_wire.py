@@ -181,7 +181,7 @@ def test_a_replica_whose_process_ends_has_died(run: Run) -> None:
         waiting = asyncio.ensure_future(wire.call([parcel(0)]))
         await until(lambda: replica.begun == [0])
         for each in list(wires.connections):
-            each.close()  # as the kernel does
+            each.close()  # as the kernel does when the process ends
         with pytest.raises(ReplicaDied) as died:
             await waiting
         assert died.value.replica == "it"
@@ -367,7 +367,7 @@ def test_a_stream_hears_that_its_replica_died(stream: RunStreams) -> None:
         replica.model.compute(7)
         await until(lambda: len(begun.heard) == 2)
         for each in list(replica.wires.connections):
-            each.close()  # as the kernel does
+            each.close()  # as the kernel does when the process ends
         with pytest.raises(ReplicaDied) as died:
             await begun.over
         assert (died.value.replica, begun.stream.answer) == ("it", [Token(7)])
@@ -413,7 +413,7 @@ def test_streams_of_a_replica_that_stops_do_not_move_to_a_silent_one(stream: Run
         replica.model.compute(EOS)
         await begun.over
         assert begun.answer().finish_reason == "stop"
-        replica.pool._channels["it"]._reading.cancel()  # as an idle channel ends
+        replica.pool._channels["it"]._reading.cancel()  # an idle channel ends like this
         await asyncio.wait_for(closing, 5)
 
     stream(scenario)
@@ -433,7 +433,7 @@ def test_streams_of_a_replica_that_stops_finish_there_if_it_is_the_only_one(stre
         assert not closing.done()
         new.stream.future.cancel()
         await new.over
-        replica.pool._channels["it"]._reading.cancel()  # as an idle channel ends
+        replica.pool._channels["it"]._reading.cancel()  # an idle channel ends like this
         await asyncio.wait_for(closing, 5)
 
     stream(scenario)
@@ -494,7 +494,7 @@ def test_the_engine_s_thread_sends_tokens_while_the_event_loop_is_busy(stream: R
 
 
 def test_a_call_goes_to_the_next_replica_if_the_first_cannot_be_reached(stream: RunStreams) -> None:
-    """Serve lists a dead replica for seconds."""
+    """Serve still lists a dead replica for some seconds."""
 
     async def scenario(replica: Generates) -> None:
         host, _, *rest = replica.wires.address
@@ -511,7 +511,7 @@ def test_a_call_goes_to_the_next_replica_if_the_first_cannot_be_reached(stream: 
 
 
 def test_a_call_does_not_go_through_serve_to_a_replica_that_is_gone(stream: RunStreams) -> None:
-    """Serve would send it there for seconds, and its error would not say that the request was never sent."""
+    """Serve would send calls to this replica for some seconds. Its error would not say that the call was never sent."""
 
     async def scenario(replica: Generates) -> None:
         host, _, *rest = replica.wires.address
@@ -524,8 +524,9 @@ def test_a_call_does_not_go_through_serve_to_a_replica_that_is_gone(stream: RunS
         with pytest.raises(Unreachable):
             await pool._wire_for(ticket)
         load.finished(ticket, monotonic(), failed=True)
-        assert load.replicas["it"].failures == 1  # other pools are asked first
+        assert load.replicas["it"].failures == 1  # so calls go to other pools first
         load.update({"new": gone}, now=monotonic())
-        assert await pool._wire_for(Ticket(1, 1, 1)) is None  # a firewall may close its port
+        # Serve gets the call, because a firewall may close the port of a new replica.
+        assert await pool._wire_for(Ticket(1, 1, 1)) is None
 
     stream(scenario)

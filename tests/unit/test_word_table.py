@@ -37,7 +37,7 @@ def qwen() -> HFTokenizer:
     made["normalizer"] = {"type": "NFC"}
     made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": word_table.QWEN_STEPS}
     tokenizer = HFTokenizer.from_str(json.dumps(made))
-    alphabet = [chr(code) for code in range(256, 324)] + [chr(code) for code in range(33, 127)]  # bytes as ByteLevel writes them
+    alphabet = [chr(code) for code in range(256, 324)] + [chr(code) for code in range(33, 127)]  # as ByteLevel writes bytes
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([Path(__file__).read_text(encoding="utf-8")] * 3, trainer)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
