@@ -100,7 +100,7 @@ def rows(qkv: QKV, first: int, end: int) -> QKV:
 def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
     """Compares results of different tiles, or of tiles with different sequences. Such results differ only by the rounding of p.
 
-    p is rounded to 16 bits relative to another running maximum. The error is at most eps times the values, which are below about 4.
+    p is rounded to 16 bits relative to another running maximum. The error is at most eps times the values (below about 4).
     """
     eps = torch.finfo(one.dtype).eps
     torch.testing.assert_close(one, other, rtol=2 * eps, atol=4 * eps)
