@@ -1,4 +1,4 @@
-"""The whole engine on a GPU in 16 bits, with our kernels: right in any batch, with and without graphs, and after every fault."""
+"""The whole engine on a GPU in 16 bits, with our kernels: right in any batch, with and without graphs, and after faults."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""A model whose stages are processes of their own gives the tokens of one process in fp32. A stage that dies ends the engine."""
+"""A model with a process for each stage gives the tokens of one process in fp32. A stage that dies ends the engine."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""SPLADE against transformers' masked-LM logits and sentence-transformers' SparseEncoder, in fp32 on tiny random checkpoints."""
+"""SPLADE against transformers' masked-LM logits and sentence-transformers' SparseEncoder, in fp32 on tiny checkpoints."""
 
 import json
 import shutil

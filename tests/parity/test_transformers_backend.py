@@ -1,4 +1,4 @@
-"""`backend="transformers"`: other architectures in our batches equal plain transformers. A folder's own code runs if trusted."""
+"""`backend="transformers"`: other architectures in our batches equal plain transformers. A folder's code runs if trusted."""
 
 import json
 import shutil

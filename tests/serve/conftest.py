@@ -58,7 +58,7 @@ def address(grpc_port: int, server_log: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def deployed_together(address: str) -> DeployTogether:
-    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes within the block."""
+    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes in the block."""
 
     @contextmanager
     def deploy(
