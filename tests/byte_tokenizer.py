@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, for tests that constrain a model with random weights to a grammar."""
+"""A tokenizer whose tokens are bytes, for tests that constrain a model with random weights to a grammar."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

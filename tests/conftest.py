@@ -1,6 +1,6 @@
 """Fixtures of the whole suite: the embedded model, and tiny random checkpoints.
 
-Also here: what a run says about the tests that this machine cannot run.
+This file also prints which tests this machine cannot run.
 """
 
 import os
@@ -9,11 +9,11 @@ import secrets
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ["RAY_AUTH_MODE"] = "token"
-# Ray reads the token once in a process. Without this line a test without a cluster finds none. A later cluster uses this token.
+# Ray reads the token once in a process, so even a test without a cluster needs a token. A later cluster uses the same token.
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-# torch's threads sleep between operations. By default they would spin and take the cores from the tests' other processes.
+# torch's threads sleep between operations. By default they spin, and the tests' other processes lose the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Workers share the cores with each other and with Ray. A second thread would wait for a core at every operation.
+# Workers share the cores with each other and with Ray. A second thread of a worker would wait for a core at every operation.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -44,18 +44,18 @@ from xdist.remote import Producer
 from cluster import logs
 from engine.hub import EMBEDDED_MODEL, resolve_model
 
-collect_ignore = ["clients"]  # they run in another environment: make test-clients
+collect_ignore = ["clients"]  # these tests run in another environment: make test-clients
 
 _NUM_GPU_TESTS = pytest.StashKey[int]()
 _KERNEL_REPORTS = pytest.StashKey["subprocess.Popen[str]"]()
-# A test that is slow on a busy machine has not failed.
+# hypothesis sets no deadline: a test that is slow on a busy machine has not failed.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
 @cache
 def _has_gpu() -> bool:
-    """Asks the driver first: importing torch takes seconds, for which all workers would wait."""
+    """Asks the driver first: the import of torch takes seconds, and all workers would wait for it."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -67,10 +67,10 @@ def _has_gpu() -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The number of workers of `-n auto`: three for the whole suite, one for each core for the unit tests, none for other paths.
+    """The number of workers of `-n auto`: three for the whole suite, one per core for the unit tests, none for other paths.
 
-    More than eight workers gain nothing, because each one takes seconds to collect the tests. A GPU has one process at a time:
-    the tests measure its free memory.
+    More than eight workers gain nothing, because each one takes seconds to collect the tests. On a machine with a GPU there are
+    no workers: the tests measure the GPU's free memory, so only one process may use it.
     """
     if _has_gpu():
         return 0
@@ -109,14 +109,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether this process runs tests for another one, which prints the results."""
+    """Whether this process runs tests for another process. The other process prints the results."""
     return hasattr(config, "workerinput")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Excludes all imported objects from garbage collection, which saves an eighth of the unit tests' time.
+    """Excludes all imported objects from garbage collection. This saves an eighth of the unit tests' time.
 
-    Also starts to compile the kernels, at the lowest priority, if a test needs their reports.
+    If a test needs the reports of the kernels, this also starts to compile the kernels, at the lowest priority.
     """
     gc.collect()
     gc.freeze()
@@ -145,7 +145,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Takes a worker's number of GPU tests. All workers collect the same tests."""
+    """Takes the number of GPU tests from a worker. All workers collect the same tests."""
     if num_gpu_tests := getattr(node, "workeroutput", {}).get("num_gpu_tests", 0):
         node.config.stash[_NUM_GPU_TESTS] = num_gpu_tests
 
@@ -175,9 +175,9 @@ def minilm() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[..., Path]:
-    """`tiny(kind, sharded, **config)`: a random checkpoint saved by transformers, made once per arguments.
+    """`tiny(kind, sharded, **config)`: a random checkpoint saved by transformers. Equal arguments give the same folder.
 
-    pytest's cache keeps the checkpoints for the next run: the classes of transformers take 5 s to import.
+    pytest's cache keeps the checkpoints for the next run, because the classes of transformers take 5 s to import.
     """
     recipes = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("tiny_*.py"))]
     recipes += [path.read_bytes() for path in sorted((Path(__file__).parent / "parity").glob("*_reference.py"))]
@@ -198,7 +198,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
                 from tiny_checkpoints import save
 
                 new = save(kind, sharded, config, Path(tempfile.mkdtemp(dir=kept)))
-                with suppress(OSError):  # another worker was faster
+                with suppress(OSError):  # another worker has saved this checkpoint first
                     new.rename(source)
             made[key] = tmp_path_factory.mktemp(kind)
             shutil.copytree(source, made[key], dirs_exist_ok=True)

@@ -2,14 +2,14 @@
 
 python tests/kernel_reports.py KNOWN
 
-Every variant is compiled for sm_120, which has the least shared memory. For each other chip every sixth one is compiled, and the
-first of each kernel. `emberforge kernels` compiles all of them. This takes two to six minutes of a core. `tests/conftest.py`
-starts this script beside the first test, because the tests that start Ray mostly wait.
+The script compiles every variant for sm_120, the chip with the least shared memory. For each other chip it compiles every sixth
+variant, and the first variant of each kernel. This takes two to six minutes of a core. `emberforge kernels` compiles all
+variants. `tests/conftest.py` starts this script beside the first test, because the tests that start Ray mostly wait.
 
-KNOWN is a file of the compiler's reports, one JSON line each: a run compiles only what has changed since. A report's key is all
-that the report depends on: source, macros, chip, the versions of the compiler, and the file that chooses its options. A compile
-that fails is not kept. A second process with the same KNOWN waits for the first one and takes its reports. If the first one is
-killed, the second one compiles the rest.
+KNOWN is a file of the compiler's reports, one JSON line each. A run compiles only the variants without a report in KNOWN. A
+report's key contains everything that the report depends on: source, headers, macros, chip, compiler versions, and the file that
+chooses the compiler's options. A compile that fails leaves no report. A second process with the same KNOWN waits for
+the first process and takes its reports. If the first process is killed, the second process compiles the rest.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ _EVERY = 6
 
 
 class Remembered:
-    """Stands in for `compile_report`. Writes each new report into `file`."""
+    """Replaces `compile_report`. Takes known reports from `file`, and writes each new report into `file`."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._lock = file, Lock()

@@ -31,7 +31,7 @@ def _run(place: Place) -> None:
 
 
 class SpawnedStage:
-    """A `LaterStage` in a process."""
+    """A `LaterStage` in a process of its own."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")  # imports torch once for all tests
@@ -57,7 +57,7 @@ class SpawnedStage:
 
 @contextmanager
 def spawned(count: int) -> Iterator[list[SpawnedStage]]:
-    """The later stages of a pipeline. They end with the engine's `close`, or when one of them is killed."""
+    """The later stages of a pipeline. All stages end when the engine closes, or when one stage is killed."""
     stages = [SpawnedStage() for _ in range(count)]
     try:
         yield stages

@@ -1,4 +1,4 @@
-"""The expressions of our dashboards and alert rules, and a Prometheus to run them."""
+"""The expressions of our dashboards and alert rules, and a Prometheus that evaluates them."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """Tiny random checkpoints of each kind of model, saved by transformers.
 
-`tests/conftest.py` imports this module only for a test that wants a checkpoint: all these classes take 3 s to import.
+`tests/conftest.py` imports this module only to save a new checkpoint, because all these classes take 3 s to import.
 """
 
 import json
@@ -18,8 +18,11 @@ transformers.logging.disable_progress_bar()
 
 @dataclass(frozen=True)
 class Tiny:
-    """The recipe of a tiny random checkpoint of a kind. An encoder has [CLS] and [SEP] around a text and cls pooling,
-    others an end-of-text token and last-token pooling."""
+    """The recipe of a tiny random checkpoint of a kind.
+
+    The tokenizer of an encoder puts [CLS] and [SEP] around a text, and the pooling is cls. The tokenizer of another model adds
+    an end-of-text token, and the pooling is last-token.
+    """
 
     config: type[Any]
     model: type[Any]
@@ -34,7 +37,7 @@ _DISENTANGLED = _SHAPE | {
     "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
 }  # fmt: skip
 _GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
-# The window is much shorter than the texts of the tests. Two local layers are between two global ones.
+# The window is much shorter than the texts of the tests. Two local layers lie between two global layers.
 _LOCAL = _SHAPE | {"num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 128, "pad_token_id": 0}
 _NOMIC = {
     "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 128, "layer_norm_epsilon": 1e-5,
@@ -119,7 +122,7 @@ def save(kind: str, sharded: bool, config: dict[str, Any], folder: Path) -> Path
     hf_config: Any = made_of.config(vocab_size=vocab, **(made_of.shape | config))
     model: Any = made_of.model(hf_config)
     with torch.no_grad():
-        for parameter in model.parameters():  # also biases and norms, because otherwise nothing tests them
+        for parameter in model.parameters():  # biases and norms, too: their initial values 0 and 1 would hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size="60KB" if sharded else "10GB")
     save_tokenizer(folder, vocab, made_of.encoder)

@@ -12,7 +12,7 @@ from engine.schedule.stream import Stream
 
 
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """Collects the streams that give up their pages before their end, from now on."""
+    """A list that receives each stream that gives up its pages before its end."""
     preempted: list[Stream] = []
     give_back = Stream.give_back
 
@@ -31,7 +31,7 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def folder_without_pooling(tiny: Callable[..., Path], kind: str, copy: Path, **config: Any) -> Path:
-    """Copies a folder to `copy` without its pooling, so that its model generates."""
+    """Copies a folder to `copy` without its pooling. Without a pooling the model generates."""
     more = {"max_position_embeddings": 512, "eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
     folder = tiny(kind, **(more | config))
     if not copy.exists():

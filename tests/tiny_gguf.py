@@ -35,7 +35,7 @@ _GEMMA_NAMES = _NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-SPECIALS = ["<|start|>", "<|end|>", "<think>"]  # the last is user-defined
+SPECIALS = ["<|start|>", "<|end|>", "<think>"]  # the last token is user-defined
 MERGES = [f"{a} {b}" for a, b in zip("thequickbr", "heuicklmro", strict=True)]
 
 
@@ -105,9 +105,9 @@ def converted(folder: Path, architecture: str, n_heads: int, n_kv_heads: int) ->
 
 
 def random_blocks(shape: Sequence[int], kind: GGMLQuantizationType, seed: int) -> np.ndarray:
-    """A matrix in blocks of any bytes, of which only the numbers in fp16 are chosen: its values have a deviation near 0.03.
+    """A matrix in blocks of random bytes. The fp16 numbers of a block give values with a standard deviation near 0.03.
 
-    The `gguf` package does not quantise to the types whose scales are quantised, too.
+    The `gguf` package cannot quantise to the types whose scales are quantised, too.
     """
     numbers = {"Q4_0": {0: 0.006}, "Q4_1": {0: 0.006, 2: -0.045}, "Q4_K": {0: 1.5e-4, 2: 1.1e-3}, "Q6_K": {208: 2e-5}}
     random = np.random.default_rng(seed)
@@ -128,7 +128,7 @@ def write(
     endianess: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
     kinds: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
 ) -> Path:
-    """Matrices are stored as `kind`, or as `kinds` says of them, other tensors in F32. Tensors of bytes stay as they are."""
+    """Writes matrices in the type `kind`, or in their type in `kinds`, and other tensors in F32. Bytes stay as they are."""
     writer = gguf.GGUFWriter(path, architecture, endianess=endianess)
     _add_metadata(writer, metadata)
     for name, tensor in tensors.items():
@@ -148,7 +148,7 @@ def write(
 def write_zeros(
     path: Path, architecture: str, metadata: dict[str, Any], tensors: Mapping[str, tuple[Sequence[int], GGMLQuantizationType]]
 ) -> Path:
-    """A file of any size whose tensors, given by shape and type, take no room on the disk."""
+    """Writes a file whose tensors take no space on the disk. `tensors` has the shape and type of each tensor."""
     writer, end = gguf.GGUFWriter(path, architecture), 0
     _add_metadata(writer, metadata)
     for name, (shape, kind) in tensors.items():

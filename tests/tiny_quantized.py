@@ -19,7 +19,7 @@ from torch import Tensor
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Tensors = dict[str, Tensor]
-# (rows, columns) -> (the values [rows, columns] in fp32, the tensors by their last name)
+# (rows, columns) -> (the values [rows, columns] in fp32, the tensors by the last part of their name)
 Writer = Callable[[int, int], tuple[Tensor, Tensors]]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -38,7 +38,7 @@ def random(*shape: int) -> np.random.Generator:
 
 
 def packed_columns(codes: Ints, bits: int = 4, order: tuple[int, ...] | None = None) -> Tensor:
-    """[A, B] -> int32 [A, ceil(B * bits / 32)]: field i of a word is column order[i] of the word's columns."""
+    """[A, B] -> int32 [A, ceil(B * bits / 32)]. Field i of a word has the column order[i] of the word's columns."""
     a_word = 32 // bits
     words = np.zeros((len(codes), -(-codes.shape[1] // a_word)), np.uint32)
     for word in range(words.shape[1]):
@@ -55,7 +55,7 @@ def packed_rows(codes: Ints, bits: int = 4) -> Tensor:
 
 
 def drawn(n: int, k: int, group: int, bits: int, symmetric: bool) -> tuple[Ints, Ints, Tensor]:
-    """(codes [n, k], zeros [n, k / group], scales [n, k / group] fp16), which differ from group to group."""
+    """Random (codes [n, k], zeros [n, k / group], scales [n, k / group] fp16)."""
     rng = random(n, k, group, bits)
     codes = rng.integers(0, 1 << bits, (n, k))
     half = 1 << (bits - 1)
@@ -118,7 +118,7 @@ def compressed(form: str, weights: dict[str, Any], write: Writer, activations: d
 
 
 def packed(group: int | None, bits: int = 4, symmetric: bool = True, actorder: str | None = None) -> Form:
-    """`group` None: a scale for each row."""
+    """If `group` is None, each row has one scale."""
 
     def write(n: int, k: int) -> tuple[Tensor, Tensors]:
         size = k if group is None else group
@@ -158,7 +158,7 @@ def e4m3(n: int, k: int) -> Tensor:
 
 
 def spread(scales: Tensor, n: int, k: int, block: tuple[int, int]) -> Tensor:
-    """A value for each block -> one for each element, [n, k]."""
+    """A value for each block -> a value for each element, [n, k]."""
     return scales[torch.arange(n) // block[0]][:, torch.arange(k) // block[1]]
 
 
@@ -193,7 +193,7 @@ def compressed_fp8(strategy: str) -> Form:
 
 
 def e2m1(code: int) -> float:
-    """A sign, two bits of exponent with bias 1, and one of mantissa, by the definition of the format."""
+    """The value of a code: a sign, two bits of exponent with bias 1, and one bit of mantissa, by the format's definition."""
     sign, exponent, mantissa = -1 if code & 8 else 1, code >> 1 & 3, code & 1
     return sign * (mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1))
 
@@ -267,7 +267,7 @@ def quantize(
     """Two copies of a checkpoint at `at`: one quantised, one with the same values in fp32.
 
     Args:
-        plain_layers: beginnings of names that stay as they are.
+        plain_layers: tensors whose names begin with one of these strings stay as they are.
         names: a glob pattern of the matrices.
     """
     tensors = load_file(plain / "model.safetensors")
@@ -292,7 +292,7 @@ def change_config(folder: Path, change: dict[str, Any]) -> None:
 
 
 def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    """Changes the file of weights in place."""
+    """Changes the weight file in place."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""Servers started with `emberforge serve`, and the vectors of sentence-transformers for the same texts."""
+"""Servers started with `emberforge serve`, and the expected results for the same texts."""
 
 import json
 import os
@@ -23,11 +23,11 @@ os.environ["HF_HUB_OFFLINE"] = "0"  # otherwise huggingface_hub also refuses the
 import numpy as np
 import pytest
 
-# The environment with emberforge. This environment has only the clients.
+# The environment with emberforge. The tests run in an environment that has only the clients.
 BIN = Path(os.environ.get("EMBERFORGE_BIN", Path(__file__).parents[2] / ".venv" / "bin"))
 KEY = "ef-clients"
-# Folders of `prepare.py` that are served beside the embedded models. Most of these clients cannot name a model, so they get the
-# first model for their task. The reranker is the first of all models, so `/info` and `POST /` use the reranker.
+# Folders of `prepare.py`. The server has these models beside the embedded models. Most of these clients cannot name a model, so
+# they get the first model for their task. The reranker is the first of all models, so `/info` and `POST /` use the reranker.
 TASKS = ["reranker", "classifier", "splade"]
 EMBEDDED = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]  # the second model generates text
 
@@ -51,7 +51,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(prepared: Path) -> dict[str, Any]:
-    """The results of sentence-transformers from `prepare.py`, by name."""
+    """The expected results from `prepare.py`, by name."""
     return dict(json.loads((prepared / "reference.json").read_text()))
 
 
@@ -74,7 +74,7 @@ def open_server(prepared: Path) -> Iterator[Server]:
 
 
 def close(ours: Any, theirs: Any) -> None:
-    """The tolerance of the server's other tests against sentence-transformers."""
+    """Asserts equality, with the tolerance of the server's other tests against sentence-transformers."""
     np.testing.assert_allclose(np.asarray(ours, dtype=np.float32), np.asarray(theirs, dtype=np.float32), atol=2e-5)
 
 
@@ -101,7 +101,7 @@ def classifier_server(prepared: Path) -> Iterator[Server]:
 
 
 def _free_port() -> int:
-    """A port that no connection can get before the server listens on it."""
+    """A free port below 30,000. The system gives no connection such a port, so it stays free until the server listens."""
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""The texts that clients send, and their models. `prepare.py` embeds the texts with sentence-transformers."""
+"""The texts that clients send. `prepare.py` computes the expected results for the same texts."""
 
 PROMPT = "query: "
 LONG = " ".join(f"word{i}" for i in range(400))  # much longer than the 256 tokens of all-MiniLM-L6-v2
@@ -15,7 +15,7 @@ DOCUMENTS = [
 PAIR = ("a man eats", "somebody is eating")
 LABELS = ["entailment", "neutral", "contradiction"]
 
-# A question, and possible answers; the first one is right.
+# Questions with possible answers. The first answer is right.
 FACTS = [
     ("The capital of France is", [" Paris", " London", " a banana"]),
     ("Grass is usually", [" green", " purple", " made of iron"]),

@@ -1,7 +1,7 @@
 """Makes the expected results of the clients' tests. The server's Python runs it, because the clients' environment has no torch.
 
-`prepare.py FOLDER` saves the models to serve in FOLDER, and the results of sentence-transformers for `material.py` in
-FOLDER/reference.json.
+`prepare.py FOLDER` saves the models to serve in FOLDER. It saves the results of sentence-transformers and transformers for the
+texts of `material.py` in FOLDER/reference.json.
 """
 
 import json
@@ -48,7 +48,7 @@ def main(folder: Path, loglikelihoods: bool) -> None:
 
 
 def _with_prompts(minilm: Path, folder: Path) -> None:
-    """The embedded model with a prompt that is used only on request."""
+    """Saves the embedded model with two prompts. The server uses a prompt only on request."""
     folder.mkdir()
     for each in minilm.iterdir():
         (folder / each.name).symlink_to(each)
@@ -125,7 +125,7 @@ def _config(**more: Any) -> BertConfig:
 
 def _save(model: PreTrainedModel, tokenizer: BertTokenizerFast, folder: Path) -> Path:
     with torch.no_grad():
-        for parameter in model.parameters():  # with the random values all inputs would get nearly the same result
+        for parameter in model.parameters():  # without this noise all inputs would get nearly the same result
             parameter.add_(torch.randn_like(parameter) * 0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

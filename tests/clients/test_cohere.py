@@ -1,4 +1,4 @@
-"""Cohere's SDK, both versions of its client."""
+"""Both versions of the client in Cohere's SDK."""
 
 import asyncio
 import base64

@@ -18,7 +18,7 @@ MODEL = "splade"
 
 
 def check(ours: SparseEmbedding, expected: dict[str, float]) -> None:
-    """An entry that is zero except for rounding may be missing on one side."""
+    """An entry near zero may be missing on one side, because of rounding."""
     dense = np.zeros((2, 30_522), dtype=np.float32)
     dense[0, ours.indices] = ours.values
     dense[1, list(map(int, expected))] = list(expected.values())

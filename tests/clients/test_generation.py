@@ -91,7 +91,7 @@ def test_litellm_completions(there: str) -> None:
 
 
 def test_llama_index(there: str) -> None:
-    """LlamaIndex asks for completions unless it is told that the model chats."""
+    """LlamaIndex sends completions, except if the model is declared as a chat model."""
     known = {"api_base": there, "api_key": "unused", "temperature": 0, "max_tokens": 24}
     chat = OpenAILike(MODEL, is_chat_model=True, **known)
     message = ChatMessage(content=QUESTION)

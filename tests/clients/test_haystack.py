@@ -18,7 +18,7 @@ def there(server: Server) -> dict[str, Any]:
 
 
 def test_text_embedder(there: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Unlike the other clients, it asks for vectors that are not normalised."""
+    """Unlike the other clients, this client asks for vectors that are not normalised."""
     close(HuggingFaceAPITextEmbedder(**there).run(TEXTS[0])["embedding"], reference["not_normalized"][0])
     normal = HuggingFaceAPITextEmbedder(**there, normalize=True, prefix="query: ")
     close(normal.run(TEXTS[3])["embedding"], reference["prompted"][3])

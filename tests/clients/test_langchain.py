@@ -21,21 +21,21 @@ def check(embeddings: Any, expected: list[list[float]]) -> None:
 
 
 def test_openai(server: Server, reference: dict[str, Any]) -> None:
-    """By default the client would fetch OpenAI's vocabulary and send its ids, which mean nothing to other models."""
+    """By default the client fetches OpenAI's vocabulary and sends token ids. Other models have other ids."""
     there = {"model": MODEL, "base_url": f"{server.root}/v1", "api_key": KEY, "check_embedding_ctx_length": False}
     check(OpenAIEmbeddings(**there), reference["embeddings"])
     check(OpenAIEmbeddings(**there, dimensions=DIMENSIONS, chunk_size=2), reference["cut"])
 
 
 def test_openai_with_the_models_own_tokenizer(server: Server, prepared: Path, reference: dict[str, Any]) -> None:
-    """The client splits texts by the context and joins the vectors of the parts. These texts have one part each."""
+    """The client splits texts longer than the context and averages the vectors of the parts. These texts have one part each."""
     known = {"model": str(prepared / "prompted"), "tiktoken_enabled": False, "embedding_ctx_length": 254}
     embeddings = OpenAIEmbeddings(**known, base_url=f"{server.root}/v1", api_key=KEY)
     close(embeddings.embed_documents(TEXTS[:2]), reference["embeddings"][:2])
 
 
 def test_huggingface(server: Server, reference: dict[str, Any]) -> None:
-    """The class itself takes no address."""
+    """The class takes no address, so the test replaces its clients."""
     with pytest.raises(ValueError, match="not a URL"):
         HuggingFaceEndpointEmbeddings(model=server.root)
     embeddings = HuggingFaceEndpointEmbeddings(model="any/model", huggingfacehub_api_token=KEY)

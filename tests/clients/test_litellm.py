@@ -1,4 +1,4 @@
-"""litellm under each of its names for servers like this one."""
+"""litellm with each of its providers for servers like this one."""
 
 import asyncio
 from typing import Any
@@ -23,7 +23,7 @@ def vectors(answer: Any) -> list[list[float]]:
         ("openai_like", "/v1", {}),
         ("infinity", "", {}),  # posts to /embeddings
         ("jina_ai", "/v1", {}),
-        ("huggingface", "", {"input_type": "embed"}),  # posts to /; without the type it asks the Hub what the model does
+        ("huggingface", "", {"input_type": "embed"}),  # posts to /; without the type litellm asks the Hub for the model's task
     ],
 )
 def test_embedding(server: Server, reference: dict[str, Any], provider: str, path: str, more: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""docs/mteb_endpoint.py: on MTEB's kinds of tasks a server has the score of sentence-transformers with the same model."""
+"""docs/mteb_endpoint.py: on each kind of MTEB task, a server gets the same score as sentence-transformers with its model."""
 
 import subprocess
 import sys

@@ -78,7 +78,7 @@ def test_what_is_refused_is_the_sdks_own_error(sdk: openai.OpenAI) -> None:
 
 
 def test_overload_is_told_and_the_sdk_comes_back(server: Server, reference: dict[str, Any]) -> None:
-    """Eight requests are admitted. The SDK repeats the others after the time in Retry-After."""
+    """The server admits eight requests. The SDK repeats the refused requests after the time in Retry-After."""
     many = [LONG] * 40
 
     async def scenario(max_retries: int) -> list[Any]:

@@ -10,7 +10,7 @@ from tei_client.models import ClassificationResult
 
 
 def test_huggingface_hub(classifier_server: Server, reference: dict[str, Any]) -> None:
-    """The client returns the first label of TEI's flat list, which is the best one."""
+    """The client returns the first label of TEI's flat list. The first label is the best one."""
     best = InferenceClient(model=classifier_server.root + "/predict", token=KEY).text_classification(TEXTS[0])
     score, label = max(zip(reference["label_scores"], LABELS, strict=True))
     assert best.label == label

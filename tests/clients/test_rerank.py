@@ -1,4 +1,4 @@
-"""Clients of rerankers, on the routes of TEI, Cohere and Jina. The scores equal those of sentence-transformers' CrossEncoder."""
+"""Clients of rerankers on the routes of TEI, Cohere and Jina. The scores equal those of sentence-transformers' CrossEncoder."""
 
 import asyncio
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ MODEL = "reranker"
 
 
 def check(ours: Iterable[tuple[int, float]], scores: list[float]) -> None:
-    """`ours`: indices and scores of all documents or of the best ones, in descending order."""
+    """`ours`: indices and scores of all documents or of the best documents, in descending order of the scores."""
     ours = list(ours)
     best = sorted(enumerate(scores), key=lambda each: -each[1])[: len(ours)]
     assert [index for index, _ in ours] == [index for index, _ in best]
@@ -54,7 +54,7 @@ def test_haystack(open_server: Server, reference: dict[str, Any], raw_scores: bo
     [
         ("huggingface", True),  # /rerank with `texts`
         ("hosted_vllm", True),  # /rerank with `documents`
-        ("infinity", False),  # like vLLM's route, but this client reads a document as a string, and all others read an object
+        ("infinity", False),  # as vLLM's route, but this client expects a string as a document; the others expect an object
         ("jina_ai", True),  # /v1/rerank
         ("cohere", True),  # /v2/rerank
     ],
@@ -65,7 +65,7 @@ def test_litellm(open_server: Server, reference: dict[str, Any], provider: str, 
     check(_results(litellm.rerank(**there, **asked)), reference["scores"])
     best = litellm.rerank(**there, **asked, top_n=2)
     check(_results(best), reference["scores"])
-    if provider != "huggingface":  # TEI's route knows no top_n
+    if provider != "huggingface":  # TEI's route has no top_n
         assert len(best.results) == 2
     if documents:
         assert [each["document"]["text"] for each in best.results] == [DOCUMENTS[each["index"]] for each in best.results]

@@ -1,4 +1,4 @@
-"""tei-client over gRPC, which cannot send a key: unary calls, and streams of the asynchronous client."""
+"""tei-client over gRPC: unary calls, and streams of the asynchronous client. Over gRPC this client cannot send a key."""
 
 import asyncio
 import gc
@@ -14,11 +14,11 @@ from tei_client.models import ModelType, TruncationDirection
 
 @pytest.fixture(autouse=True)
 def _loop() -> Iterator[None]:
-    """The client always makes an asynchronous channel too, and needs an event loop of the thread for it."""
+    """The client always opens an asynchronous channel, too. The channel needs an event loop in this thread."""
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     yield
-    gc.collect()  # the client closes its channels when it is freed
+    gc.collect()  # frees the client, which then closes its channels
     loop.close()
     asyncio.set_event_loop(None)
 
@@ -34,7 +34,7 @@ def test_info(client: GrpcClient) -> None:
 
 
 def test_embed(client: GrpcClient, reference: dict[str, Any]) -> None:
-    """The client cannot send `normalize=False`: its messages leave out false, and a missing value means true."""
+    """The client cannot send `normalize=False`: its messages omit false, and the server takes a missing value as true."""
     close(client.embed(TEXTS[:3]), reference["embeddings"][:3])
     left = client.embed(LONG, truncate=True, truncation_direction=TruncationDirection.Left)
     close(left[0], reference["long_from_the_left"])

@@ -1,4 +1,4 @@
-"""`emberforge doctor --measure` as a command: it measures this machine, and the node finds the result."""
+"""The command `emberforge doctor --measure` measures this machine, and the node finds the result."""
 
 import os
 import subprocess

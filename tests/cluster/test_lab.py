@@ -46,7 +46,7 @@ def nodes_of_replicas(laboratory: Lab) -> dict[str, str]:
 
 
 def lost(laboratory: Lab, seconds: float, fault: str) -> dict[str, int]:
-    """The failed requests of a load during which a node is lost."""
+    """Sends requests, causes the fault of a node meanwhile, and returns the failed requests."""
     load = Site(laboratory).load((0.3 * cluster.capacity(STARTED), 5 + seconds))
     load.at(5)
     getattr(laboratory.members[fault.split()[1]], fault.split()[0])()

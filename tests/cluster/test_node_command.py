@@ -136,7 +136,7 @@ def test_a_head_that_dies_comes_back_into_its_cluster_with_redis(folder: Path, m
             process.kill()
         assert "raylet" in {process.name() for process in find_processes(worker)}
         monkeypatch.setenv("EMBERFORGE_HOME", str(folder / "head"))
-        stop()  # only needed because both nodes are on one machine: Ray also sees the other node's process
+        stop()  # needed only because both nodes are on one machine, where Ray also finds the other node's processes
         assert start_head().address == head.address
         assert _on_the_worker(head.address) == 2
     finally:
@@ -181,13 +181,13 @@ def _wrong_workers_are_refused(head: Started, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Said(NamedTuple):
-    """What `emberforge ...` printed on stdout, and its exit status."""
+    """The stdout and the exit status of an `emberforge` command."""
 
     output: str
     status: int
 
 
-# Connected once, so that each node imports torch once for all of the commands.
+# The script connects once, so that each node imports torch only once for all commands.
 _COMMANDS = """
 import json, sys
 from typer.testing import CliRunner

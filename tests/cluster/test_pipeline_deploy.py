@@ -36,7 +36,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes more than a minute: make test-nodes")
 def test_two_stages_are_planned_applied_and_compute(folder: Path, tiny: Callable[..., Path]) -> None:
-    """First a generation model, then a decoder that gives vectors in its place."""
+    """Deploys a generation model, and then a decoder that embeds in its place."""
     url, embedder = f"http://127.0.0.1:{free_port()}/v1", tiny("qwen3", num_hidden_layers=4)
     chat = {"name": "chat", "model": EMBEDDED_GENERATOR, "dtype": "float32", "context": 512, "streams": 2, "pipeline": 2}
     try:
@@ -55,7 +55,7 @@ def test_two_stages_are_planned_applied_and_compute(folder: Path, tiny: Callable
 
 
 def _apply(file: Path, model: dict[str, object], url: str) -> None:
-    """Deploys one model instead of the running one. The plan gives its only replica two stages."""
+    """Deploys one model instead of the running model. The plan gives the only replica two stages."""
     file.write_text(yaml.safe_dump({"models": [model], "settings": {"host": "127.0.0.1", "port": httpx.URL(url).port}}))
     (pool,) = json.loads(_typed("plan", "--models", str(file), "--live", "--json"))["pools"]
     assert (pool["num_stages"], pool["num_gpus"], pool["min_replicas"]) == (2, 0, 1)

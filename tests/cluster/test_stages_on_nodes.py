@@ -25,12 +25,12 @@ pytestmark = [
     pytest.mark.skipif(not possible(), reason="needs network namespaces"),
 ]
 
-# For the plan only. No node holds the model, and the nodes differ.
+# The memory sizes are for the plan only. No node can hold the whole model, and the nodes differ.
 SMALL = Node("s1", "amd64", int(2.2 * GIB), 2, reserve_bytes=0)
 NODES = (SMALL, replace(SMALL, name="s2", ram_bytes=int(2.3 * GIB)), replace(SMALL, name="s3"))
 STREAMS, TOKENS = 6, 48
 
-# Sends all requests at once, says when every stream has begun, and prints each text, and each fault.
+# Sends all requests at once, prints a line once every stream has begun, and at the end prints each text and each error.
 CLIENTS = """
 import asyncio, json, random, sys, httpx
 port, streams, tokens = map(int, sys.argv[1:])
@@ -100,7 +100,7 @@ def texts(clients: "subprocess.Popen[str]") -> list[str]:
 
 
 def stages(laboratory: Lab) -> list[int]:
-    """The processes of later stages on all nodes."""
+    """The process ids of the later stages on all nodes."""
     everyone = [each for node in NODES for each in laboratory.members[node.name].processes()]
     return [each.pid for each in everyone if each.is_running() and "ray::_Stage" in " ".join(each.cmdline())]
 

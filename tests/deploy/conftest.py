@@ -1,4 +1,4 @@
-"""Two ingress nodes, and a folder whose name is short enough for their load balancer's socket."""
+"""Two ingress nodes, and a folder with a name short enough for the socket of a load balancer."""
 
 import tempfile
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ def test_what_it_copies_is_what_the_package_is_made_of() -> None:
 
 
 def test_every_package_reaches_the_last_stage_where_it_was_installed() -> None:
-    """An editable install contains only the path of the source folder."""
+    """An editable install contains only the path of the source folder, so the last stage needs the sources at that path."""
     workdir = re.findall(r"^WORKDIR (.+)$", DOCKERFILE, re.MULTILINE)[0]
     moved = re.findall(r"^COPY --from=build (\S+) (\S+)$", DOCKERFILE, re.MULTILINE)
     assert all(source == target for source, target in moved)

@@ -26,7 +26,7 @@ from serve_app.settings import Settings
 FOLDER = DEPLOY / "kubernetes"
 VERSIONS = ("1.30", "1.37")
 
-# Fields of KubeRay 1.6's RayService that a manifest may set. The API server drops or refuses all others.
+# Fields of KubeRay 1.6's RayService that a manifest may set. The API server drops or refuses all other fields.
 SERVICE_FIELDS = {"upgradeStrategy", "excludeHeadPodFromServeSvc", "serveConfigV2", "rayClusterConfig", "serveService"}
 CLUSTER_FIELDS = {"rayVersion", "authOptions", "gcsFaultToleranceOptions", "headGroupSpec", "workerGroupSpecs"}
 HEAD_FIELDS = {"rayStartParams", "template", "labels", "resources", "serviceType"}
@@ -41,7 +41,7 @@ MACHINES = {
 
 
 class StrictLoader(yaml.SafeLoader):
-    """YAML silently takes the last of two equal keys. This loader raises an error."""
+    """Raises an error for two equal keys. YAML's own loader silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -194,7 +194,7 @@ def test_a_worker_group_says_of_its_machines_what_they_would_say(group: dict[str
 
 
 def test_a_stopping_pod_waits_for_its_replicas() -> None:
-    """Serve stops replicas at the deadline minus their time for requests in flight."""
+    """Serve begins to stop replicas before the deadline, so that their requests in flight can end."""
     drain_s = deployment_options(Settings())["graceful_shutdown_timeout_s"]
     for group in WORKERS:
         spec = group["template"]["spec"]

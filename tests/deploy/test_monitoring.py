@@ -64,7 +64,7 @@ def test_prometheus_takes_the_configurations_and_the_rules(tmp_path: Path) -> No
     for file in FOLDER.glob("*.yml"):
         shutil.copy(file, tmp_path)
     on_kubernetes = tmp_path / "prometheus-kubernetes.yml"
-    # Debian's Prometheus lacks the discovery of Kubernetes.
+    # Debian's Prometheus has no Kubernetes discovery.
     text, count = re.subn(r"kubernetes_sd_configs:\n(?: {6}.*\n)+", "static_configs: []\n", on_kubernetes.read_text())
     assert count == 1
     on_kubernetes.write_text(text)

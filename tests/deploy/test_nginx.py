@@ -29,7 +29,7 @@ def command(short: Path, nodes: tuple[Node, Node]) -> list[str]:
         # A packaged nginx keeps these files under /var, where the test may not write.
         "http {\n": "http {\n" + "".join(f"    {kind}_temp_path {short}/{kind};\n" for kind in TEMP_KINDS),
     }
-    short.chmod(0o755)  # root's nginx has workers of the user nobody
+    short.chmod(0o755)  # if root starts nginx, its workers run as the user nobody
     (short / "nginx.conf").write_text(edited(DEPLOY / "nginx.conf", changes))
     own = f"daemon off; pid {short}/pid; error_log {short}/error.log;"
     return [NGINX, "-p", str(short), "-c", str(short / "nginx.conf"), "-e", str(short / "error.log"), "-g", own]

@@ -13,21 +13,21 @@ from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.tiles import LEAST_TILED, Shape, attention_tiles, hopper_shape, tile_shapes
 
-Prefixes = Sequence[tuple[int, int]]  # for each sequence, the rows of its prefix
+Prefixes = Sequence[tuple[int, int]]  # for each sequence, the rows [first, end) of its prefix
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16]
-# The dtypes of 8 bits that this device multiplies.
+# The 8-bit dtypes that this device multiplies.
 EIGHT_BITS = [
     dtype
     for dtype, needed in LEAST_CAPABILITY.items()
     if is_8_bits(dtype) and (not torch.cuda.is_available() or torch.cuda.get_device_capability() >= needed)
 ]
-EPS = 1e-6  # of norms
+EPS = 1e-6  # the epsilon of norms
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
 RAGGED = (1, 7, 33, 128, 2, 129, 5, 300, 1, 1, 1)
-_GUARD = 130  # rows around a buffer: more than a block of keys
+_GUARD = 130  # rows before and after a buffer; a block of keys has fewer
 
 
 def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within this context torch.empty and similar functions give NaN, or the largest whole number. So unwritten values show."""
-    torch.use_deterministic_algorithms(True)  # brings torch.utils.deterministic.fill_uninitialized_memory with it
+    """Here torch.empty and similar functions fill tensors with NaN or the largest integer. So unwritten values show."""
+    torch.use_deterministic_algorithms(True)  # turns on torch.utils.deterministic.fill_uninitialized_memory
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def poisoned() -> Iterator[None]:
 
 
 def positions_of(lengths: Sequence[int], prefixes: Prefixes = ()) -> Tensor:
-    """[T] int32, each token's position in its sequence, counted from the start of its shared prefix."""
+    """[T] int32, the position of each token in its sequence. A shared prefix counts as the beginning of the sequence."""
     before = [end - first for first, end in prefixes] or [0] * len(lengths)
     places = [np.arange(first, first + length) for first, length in zip(before, lengths, strict=True)]
     return torch.from_numpy(np.concatenate(places).astype(np.int32)).to(DEVICE)
@@ -66,7 +66,7 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
 
 
 def cache8_of(cache: Tensor) -> tuple[Cache8, Tensor]:
-    """A cache [2, S, K, D] rounded to 8 bits, and its values after rounding, in the cache's dtype."""
+    """A cache [2, S, K, D] in 8 bits, and the values after rounding, in the dtype of the cache."""
     codes, scales = rounded(cache)
     return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
 
@@ -85,17 +85,17 @@ def shape_of(head_dim: int, kind: str = "best", in_8_bits: bool = False) -> Shap
 
 
 def tile_depth(heads: tuple[int, int], head_dim: int, shape: Shape | None = None) -> int:
-    """The number of tokens of a tile, by default of the best kind. `heads` are (query heads, key heads)."""
+    """The number of tokens of a tile. `heads` are (query heads, key heads). The default shape is the best one."""
     return (shape or shape_of(head_dim)).block_m // (heads[0] // heads[1])
 
 
 def tiles_of(lengths: Sequence[int], depth: int, prefixes: Prefixes = ()) -> Tensor:
-    """[n, 2] int32, with prefixes [n, 4]."""
+    """[n, 2] int32, or with prefixes [n, 4] int32."""
     return torch.from_numpy(attention_tiles(lengths, depth, prefixes)).to(DEVICE)
 
 
 def random_qkv(num_tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, D], k and v [T, K, D]: parts of one fused buffer, as in a model, with rows of NaN before and after it."""
+    """q [T, H, D], k and v [T, K, D]. As in a model, they are parts of one buffer. Rows before and after them are NaN."""
     torch.manual_seed(0)
     shape = (num_tokens + 2 * _GUARD, heads[0] + 2 * heads[1], head_dim)
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)

@@ -32,7 +32,6 @@ HEADS = [(4, 4), (8, 2), (7, 1), (6, 3), (16, 8)]
 QKV = tuple[Tensor, Tensor, Tensor]
 
 all_kinds = pytest.mark.parametrize("kind", ["wgmma", "large", "small"])
-# If sequences are in other tiles, or their tiles have other sequences, results differ only by the rounding of p.
 both_masks = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 
 
@@ -43,7 +42,7 @@ def heads_of(qkv: QKV) -> tuple[int, int]:
 def ours(
     qkv: QKV, lengths: Sequence[int], causal: bool, window: int | None = None, tiles: Tensor | None = None, kind: str = "best"
 ) -> Tensor:
-    """Our attention, with an output that is full of NaN before. `tiles`: by default those of the whole batch."""
+    """The result of our attention. Unwritten values are NaN. The default `tiles` are all tiles of the batch."""
     head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
     shape = shape_of(head_dim, kind)
     if tiles is None:
@@ -69,7 +68,7 @@ in_e4m3 = pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this
 @pytest.mark.parametrize(("head_dim", "heads"), [*zip(HEAD_DIMS, HEADS, strict=True), (128, (8, 2)), (128, (7, 1))])
 @all_kinds
 def test_results_in_e4m3(kind: str, head_dim: int, heads: tuple[int, int], causal: bool) -> None:
-    """Within half a step of the same kernel's rounded result in 16 bits. A step is an eighth of a power of two."""
+    """A result is within half a step of the same kernel's result in 16 bits. A step is an eighth of a power of two."""
     q, k, v = random_qkv(sum(RAGGED), heads, head_dim, torch.bfloat16)
     v.mul_(60.0)
     shape, bounds = shape_of(head_dim, kind), bounds_of(RAGGED)
@@ -99,7 +98,10 @@ def rows(qkv: QKV, first: int, end: int) -> QKV:
 
 
 def assert_same_but_for_rounding(one: Tensor, other: Tensor) -> None:
-    """p is rounded to 16 bits relative to another running maximum. The error is at most eps times the values, below about 4."""
+    """Compares results of different tiles, or of tiles with different sequences. Such results differ only by the rounding of p.
+
+    p is rounded to 16 bits relative to another running maximum. The error is at most eps times the values (below about 4).
+    """
     eps = torch.finfo(one.dtype).eps
     torch.testing.assert_close(one, other, rtol=2 * eps, atol=4 * eps)
 
@@ -122,7 +124,7 @@ def test_bias_by_distance(
     kind: str, head_dim: int, heads: tuple[int, int], window: int | None, dtype: torch.dtype, causal: bool
 ) -> None:
     q, k, v = random_qkv(sum(RAGGED), heads, head_dim, dtype)
-    bias = 3 * torch.randn(heads[0], 2 * 100 + 1, device=DEVICE)  # some distances lie beyond the bias's reach
+    bias = 3 * torch.randn(heads[0], 2 * 100 + 1, device=DEVICE)  # RAGGED also has distances beyond the bias's 100
     shape, bounds = shape_of(head_dim, kind), bounds_of(RAGGED)
     tiles = tiles_of(RAGGED, tile_depth(heads, head_dim, shape))
     with poisoned():
@@ -220,7 +222,7 @@ def test_company_changes_nothing_but_rounding(
 
 @both_masks
 def test_a_text_gone_to_nan_spoils_at_most_its_tile(causal: bool) -> None:
-    """A masked value has the weight 0, and 0 * NaN is NaN. The engine's loop runs the neighbours again without this text."""
+    """A masked value has the weight 0, and 0 * NaN is NaN. The engine's loop then computes its neighbours again."""
     depth = tile_depth((8, 2), 128)
     lengths = [depth - 5, 5, depth, 3 * depth, 7]
     qkv = random_qkv(sum(lengths), (8, 2), 128, torch.bfloat16)
@@ -244,9 +246,9 @@ def test_large_scores(head_dim: int, heads: tuple[int, int], dtype: torch.dtype,
 def test_scores_that_grow_or_shrink_along_the_keys(
     head_dim: int, heads: tuple[int, int], start: float, slope: float, causal: bool
 ) -> None:
-    """`start`, and `slope` over 64 keys, are added to a score before softmax.
+    """The score of key i begins with `start` and grows by `slope` over 64 keys.
 
-    So the running maximum is raised in each block of keys, or never again after the first block.
+    So the running maximum rises in each block of keys, or never again after the first block.
     """
     lengths = [700, 20, 300]
     q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)
@@ -257,7 +259,7 @@ def test_scores_that_grow_or_shrink_along_the_keys(
 
 
 def pieces_of(groups: Sequence[tuple[int, Sequence[int]]], loners: Sequence[int] = ()) -> tuple[list[int], list[tuple[int, int]]]:
-    """Lengths and prefixes of a batch in which each group is a prefix and the sequences after it."""
+    """Lengths and prefixes of a batch. Each group is a prefix with the sequences after it. `loners` have no prefix."""
     lengths: list[int] = []
     prefixes: list[tuple[int, int]] = []
     for length, owns in groups:
@@ -272,7 +274,7 @@ LONERS = (5, 300, 1)
 
 
 def ours_shared(qkv: QKV, lengths: Sequence[int], prefixes: Prefixes, kind: str = "best", tiles: Tensor | None = None) -> Tensor:
-    """Causal attention after prefixes, with an output that is full of NaN before."""
+    """The result of our causal attention with prefixes. Unwritten values are NaN."""
     head_dim, bounds = qkv[0].shape[2], bounds_of(lengths)
     shape = shape_of(head_dim, kind)
     if tiles is None:
@@ -346,9 +348,9 @@ def test_pooled_rows_behind_a_prefix(head_dim: int, heads: tuple[int, int]) -> N
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 2)), (128, (16, 8)), (256, (7, 1))])
 @pytest.mark.parametrize("slope", [-40, -4, 0, 4, 40])
 def test_scores_that_grow_or_shrink_from_the_prefix_on(head_dim: int, heads: tuple[int, int], slope: float) -> None:
-    """`slope` is added to a score before softmax, over 64 keys.
+    """Scores grow by `slope` over 64 keys.
 
-    So the running maximum is raised in the second range of keys as in the first, or never again after the first.
+    So the running maximum rises in both ranges of keys (prefix and rest), or only in the first range.
     """
     lengths, prefixes = pieces_of([(200, (300, 3, 1, 70))], (90,))
     q, k, v = random_qkv(sum(lengths), heads, head_dim, torch.bfloat16)

@@ -19,8 +19,8 @@ from engine.kernels.cache8 import Cache8
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1, 127, 128, 129, 1000, 17, 2, 300)
-# Up to 8 query heads of a key head fit into one tile of an mma, up to 16 into two. More heads (with D 256 more than 8) need
-# several blocks.
+# One tile of an mma holds up to 8 query heads of a key head, two tiles hold up to 16. More heads need several blocks. With
+# D 256, more than 8 heads need several blocks.
 HEADS = [
     *((128, group) for group in (1, 2, 3, 4, 5, 7, 8, 16)),
     *((32, 1), (32, 16), (64, 7), (64, 16), (96, 8), (96, 16), (256, 3), (256, 8)),
@@ -38,7 +38,7 @@ class Step:
     lengths: Sequence[int]
     offsets: Sequence[int]
     window: int | None
-    codes: Cache8 | None = None  # those of `cache`, where that is in 8 bits
+    codes: Cache8 | None = None  # the 8-bit codes, if `cache` holds their values
 
     def items(self, num_blocks: int) -> Tensor:
         """The work items, with padding among them and after them."""
@@ -81,7 +81,7 @@ def step(
 
 
 def in_8_bits(made: Step) -> Step:
-    """The same step with a cache in 8 bits. The values of each token and head have another size."""
+    """The same step with a cache in 8 bits. Each token and head has values of another magnitude."""
     sizes = torch.exp2(torch.randint(-9, 2, made.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
     codes, cache = cache8_of(made.cache * sizes.to(made.cache.dtype))
     return replace(made, cache=cache, codes=codes)
@@ -98,11 +98,11 @@ def ours(
 
 
 def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None) -> list[int]:
-    """Compares with the reference for each number of blocks. Returns the most parts of a sequence for each number."""
+    """Compares with the reference for each number of blocks. Returns the largest number of parts of a sequence for each."""
     items = made.items(1)
     low, exact = (made.expected(items, dtype) for dtype in (made.q.dtype, torch.float64))
     positive = replace(made, cache=torch.stack((made.cache[0], made.cache[1].abs())))
-    # For each value: p, the sum of p, and the result are rounded to 16 bits. The rest is fp32.
+    # p, the sum of p, and the result are rounded to 16 bits. All other values are fp32.
     allowed = 1.25 * torch.finfo(low.dtype).eps / 2 * (positive.expected(items, torch.float64) + 2 * exact.abs()) + 1e-6
     parts = []
     for blocks in num_blocks:
@@ -168,7 +168,7 @@ def test_other_shapes(shape: DecodeShape) -> None:
 
 @pytest.mark.parametrize("group", [7, 16])
 def test_scores_that_grow_and_fall(group: int) -> None:
-    """The running maximum is raised seldom, at once, or at every group. In some parts all weights vanish."""
+    """The running maximum rises rarely, only in the first group, or in every group. In some parts all weights vanish."""
     for slope in (-0.5, 0.01, 0.5, 5.0):
         made = step(64, group, (1000, 400, 129))
         made.q.fill_(1.0)
@@ -185,7 +185,7 @@ def test_rows_of_no_item_are_not_written() -> None:
     expected = ours(made, items, workspace)
     buffer = torch.full_like(expected, 7.0)
     later = items.cpu()
-    later[:, 6] += (later[:, 3] > 0).int()  # where each sequence's first item is, behind one of padding
+    later[:, 6] += (later[:, 3] > 0).int()  # the index of a sequence's first item, which now follows a padding item
     later = torch.cat((torch.zeros(1, 8, dtype=torch.int32), later[:-1])).to(DEVICE)
     out = kernels.attention_decode(made.q, made.cache, later, made.pages, workspace, out=buffer)
     assert out is buffer
@@ -232,7 +232,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_alone() -> None:
 @pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this GPU has no e4m3")
 @pytest.mark.parametrize(("head_dim", "group"), [(32, 16), (128, 5), (256, 8)])
 def test_results_in_e4m3(head_dim: int, group: int) -> None:
-    """Within half a step of the same kernel's rounded result in 16 bits. A step is an eighth of a power of two."""
+    """A result is within half a step of the same kernel's result in 16 bits. A step is an eighth of a power of two."""
     made = step(head_dim, group)
     made.cache[1] *= 60.0
     for num_blocks in (1, 1000):
@@ -246,7 +246,7 @@ def test_results_in_e4m3(head_dim: int, group: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
-    """Replays with other lengths and pages. Each launch begins while the launch before it runs, and reads its results."""
+    """Replays the graph with other lengths and pages. Each kernel begins while the previous one runs, and reads its results."""
     steps = [step(128, 2, lengths, dtype=dtype) for lengths in ((900, 130, 1), (5, 300, 640))]
     num_blocks, num_layers = 16, 12
     workspace = steps[0].workspace(num_blocks)
@@ -279,7 +279,7 @@ def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
         fill(made)
         graph.replay()
         x = q
-        for _ in range(num_layers):  # one at a time
+        for _ in range(num_layers):  # without overlap
             x = kernels.attention_decode(x, cache, items, pages, workspace)
             torch.cuda.synchronize()
         assert torch.equal(y, x)

@@ -1,4 +1,4 @@
-"""The kernels around attention and matrix products against fp64: no worse than torch in 16 bits, nothing left unwritten."""
+"""The kernels around attention and matrix products against fp64: no worse than torch in 16 bits, and no value is unwritten."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_layer_norm(num_rows: int, width: int, dtype: torch.dtype, with_bias: bo
 @in_16_bits
 @pytest.mark.parametrize("width", [40, 384, 2560])
 def test_layer_norm_far_from_zero(width: int, dtype: torch.dtype) -> None:
-    """With these values E[y^2] - mean^2 would lose the variance."""
+    """With these values the formula E[y^2] - mean^2 would lose the variance."""
     x = normal(129, width, dtype=dtype, mean=200)
     weight, shift = normal(width, dtype=dtype, mean=1), normal(width, dtype=dtype)
     exact = F.layer_norm(x.double(), (width,), weight.double(), shift.double(), EPS)
@@ -122,7 +122,7 @@ def check_rope(lengths: tuple[int, ...], head_dim: int, heads: tuple[int, int], 
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
 @pytest.mark.parametrize("stored", ["all", "some", "none"])
 def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """The cache gets the values of `rope`. Rows without a token stay unchanged. Head dimension 80 uses the reference."""
+    """The cache gets the values of `rope`. Rows without a token stay unchanged. For head dimension 80 the reference runs."""
     n_heads, n_kv_heads = heads
     num_tokens, rotated = sum(RAGGED), sum(heads)
     size = 6 * 128
@@ -130,7 +130,7 @@ def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, in
         normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype),
         normal(2, size, n_kv_heads, head_dim, dtype=dtype),
     )
-    qkv[3, rotated:] = torch.nan  # any value of V is copied
+    qkv[3, rotated:] = torch.nan  # V is copied, even NaN and infinity
     qkv[4, rotated:] = torch.inf
     weights = [normal(head_dim, dtype=dtype, mean=1) for _ in range(2)]
     table, positions = reference.rope_table(head_dim, 1e6, max(RAGGED), DEVICE), positions_of(RAGGED)
@@ -158,7 +158,7 @@ def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, in
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
 def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """V equals the reference's rounding bit by bit, for any size. K equals the other kernel's result within a step of e4m3."""
+    """V of any magnitude equals the reference bit by bit. K equals the kernel in 16 bits within a step of e4m3."""
     n_heads, n_kv_heads = heads
     num_tokens, rotated, size = sum(RAGGED), sum(heads), 6 * 128
     qkv = normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype)
@@ -197,7 +197,7 @@ def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int],
 
 
 def assert_rotated(ours: Tensor, expected: Tensor) -> None:
-    """Two variants of a kernel may differ by a rounding."""
+    """Results of two variants of a kernel may differ by one rounding."""
     torch.testing.assert_close(ours.float(), expected.float(), rtol=2**-7, atol=2**-7)
 
 
@@ -266,7 +266,7 @@ def test_gelu_in_place(num_rows: int, width: int, dtype: torch.dtype) -> None:
 @in_16_bits
 @pytest.mark.parametrize(("first", "last"), [(-10, -3), (-3, -1), (-1, 0), (-0.01, 0.01), (0, 1), (1, 10), (-200, 200)])
 def test_gelu_stretch_by_stretch(first: float, last: float, dtype: torch.dtype) -> None:
-    """If the whole range were compared at once, the rounding of the largest values would hide errors near zero."""
+    """Each range has its own test, because the rounding of large values would hide errors near zero."""
     x = torch.linspace(first, last, 1000 * 384, device=DEVICE).to(dtype).view(1000, 384)
     bias = torch.zeros(384, dtype=dtype, device=DEVICE)
     low, exact = reference.gelu(x, bias), F.gelu(x.double())
@@ -293,7 +293,7 @@ def test_embed_takes_an_id_below_0_from_the_last_tokens(width: int, dtype: torch
     words, last = normal(500, width, dtype=dtype), torch.tensor([7, 499, 600, -3], dtype=torch.int32, device=DEVICE)
     token_ids = torch.tensor([4, -1, -2, 498, -3, -4, 500, -9, -(2**31)], dtype=torch.int32, device=DEVICE)
     ours = kernels.embed(token_ids, torch.zeros_like(token_ids), words, last=last)
-    assert torch.equal(ours, words[[4, 7, 499, 498, 499, 0, 499, 0, 0]])  # an entry beyond the last one is the last one
+    assert torch.equal(ours, words[[4, 7, 499, 498, 499, 0, 499, 0, 0]])  # an id beyond `last` takes its last entry
 
 
 def test_embed_never_reads_outside_of_the_table() -> None:
@@ -336,8 +336,8 @@ def test_pool_finish(num_rows: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_pool_finish_makes_a_row_nan_that_would_keep_a_value_not_finite(value: float, dtype: torch.dtype) -> None:
-    """The columns are the last one that is kept, the first one that is cut, and the row's first and last. Normalised or not."""
-    places = [(599, False), (600, True), (0, False), (1023, True)] * 2  # column, whether the rest is finite
+    """The value is in the last column kept, the first column cut, or the row's first or last. Rows are normalised or not."""
+    places = [(599, False), (600, True), (0, False), (1023, True)] * 2  # column of the value, whether the result is finite
     pooled = normal(len(places), 1024, dtype=dtype)
     for row, (column, _) in enumerate(places):
         pooled[row, column] = value

@@ -15,7 +15,7 @@ from engine.kernels.linear import interleaved
 
 pytestmark = HOPPER_ONLY
 
-# W's sizes, and the division of the work: K shared or not, one turn or many, a ring that holds all stages or is reused.
+# W's sizes and shapes of the kernel: blocks share K or not, one turn or many, a ring that holds all stages or is reused.
 CASES = [
     (64, 256, FewRowsShape(1, 32, 4)),
     (1024, 1024, FewRowsShape(2, 64, 3)),
@@ -46,7 +46,7 @@ def test_few_rows(m: int, n: int, k: int, shape: FewRowsShape | None, followed_b
     check(m, n, k, shape, followed_by, normed)
 
 
-# With the largest cluster that these numbers of rows allow, and with a half of a box that has one tile fewer.
+# Shapes with the largest cluster that these numbers of rows allow, and with an odd number of 16-row tiles in a box.
 MORE_CASES = [(96, 1536, FewRowsShape(4, 32, 2)), (240, 512, FewRowsShape(1, 48, 3)), (4096, 1024, None), (1024, 3072, None)]
 
 
@@ -77,7 +77,7 @@ def check(m: int, n: int, k: int, shape: FewRowsShape | None, followed_by: Follo
 
 
 def test_one_after_the_other_in_a_graph() -> None:
-    """Each kernel begins while the kernel before it runs, and still reads its results."""
+    """Each kernel begins while the previous one runs, and still reads the previous kernel's results."""
     m, width, layers = 16, 1024, 24
     x, _, _, norm = operands(m, width, width)
     weights = [torch.randn(width, width, device=DEVICE).bfloat16() / width**0.5 for _ in range(layers)]
@@ -90,7 +90,7 @@ def test_one_after_the_other_in_a_graph() -> None:
         return x
 
     exact = x
-    for w in weights:  # one at a time
+    for w in weights:  # without overlap
         exact = few_rows(exact, w, shape, norm=norm)
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""x W^T for W in 4 bits, with the operations around it, against fp64 of the values that the 4 bits stand for."""
+"""x W^T for W in 4 bits, with the operations around it, against the dequantised W in fp64."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from engine.model.quantized.layout import four_bits as in_bytes
 pytestmark = pytest.mark.gpu
 
 MANY = FourBitsShape(1, 8, 1, 1, 2), FourBitsShape(1, 1, 8, 2, 3), FourBitsShape(3, 4, 2, 1, 4), FourBitsShape(5, 2, 4, 2, 2)
-# W's sizes: one strip, not a multiple of a tile, many turns, and sizes of models.
+# W's sizes: one strip, a size that is not a multiple of a tile, many turns, and sizes of models.
 SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 4096)]
 FORMS = [(128, None), (128, "zeros"), (128, "mins"), (64, None), (32, None), (32, "zeros"), (32, "mins")]
 groups = pytest.mark.parametrize(("group", "beside"), FORMS)
@@ -113,7 +113,7 @@ def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShap
             check(m, weight, w, shape, torch.bfloat16, follows, normed)
 
 
-FEW = [  # W's sizes, and blocks that share K: one turn or many, a ring that holds all stages or is reused
+FEW = [  # W's sizes and shapes of the kernel: one turn or many, a ring that holds all stages or is reused
     (64, 256, FewRowsShape(1, 32, 2)),
     (240, 512, FewRowsShape(4, 80, 1)),
     (96, 1536, FewRowsShape(2, 96, 3)),
@@ -135,7 +135,7 @@ def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, besid
             check(m, weight, w, own, torch.bfloat16, follows, normed)
 
 
-# Of W: one tile that is not full; many blocks for a tile; whole tiles in a block, and parts of others; columns of half a step.
+# W's sizes: a tile that is not full; several blocks for a tile; a block with whole tiles and parts of tiles; half a step of K.
 TILED = [(112, 384), (1024, 3072), (17040, 256), (960, 576)]
 INSTRUCTIONS = ["wgmma", "mma"] if HOPPER else ["mma"]
 
@@ -168,7 +168,7 @@ def test_tiled_models(instructions: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 65, 128, 129])
 @pytest.mark.parametrize(("group", "beside"), [(128, "zeros"), (32, "mins")])
 def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str) -> None:
-    """Few rows or many, at once or in parts: equal to the product with the matrix in 16 bits, except for rounding."""
+    """For few and many rows, the result equals the product with the matrix in 16 bits, except for rounding."""
     weight, w = matrix(8192, 1024, group, beside)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 8192, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
@@ -209,7 +209,7 @@ def test_one_after_the_other_in_a_graph(rows: int) -> None:
         return x
 
     exact = x
-    for weight in weights:  # one at a time
+    for weight in weights:  # without overlap
         exact = linear4(exact, weight, norm, EPS)
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

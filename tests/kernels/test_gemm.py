@@ -1,4 +1,4 @@
-"""x W^T on Hopper, with the next operation, against fp64."""
+"""x W^T on Hopper, with the operation after it, against fp64."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 128), (130, 272, 144), (1000, 1024, 1024), (777, 384, 1536)])
 def test_eight_bits(m: int, n: int, k: int, followed_by: str, dtype: torch.dtype) -> None:
-    """The sums are exact in int8; Hopper's e4m3 keeps about 14 bits of each partial sum."""
+    """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum."""
     x, x_scale = quantized(random(m, k, dtype=torch.float32), dtype)
     w, w_scale = quantized(random(n, k, dtype=torch.float32) / k**0.5, dtype)
     exact = F.linear(x.double(), w.double()) * x_scale.double()[:, None] * w_scale.double()

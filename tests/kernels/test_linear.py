@@ -1,4 +1,4 @@
-"""A model's products against fp64, for each kernel that may compute them. The choice of the kernel changes results little."""
+"""A model's products against fp64, for each kernel that may compute them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from engine.kernels import reference
 
 pytestmark = pytest.mark.gpu
 
-# A few rows, one more than few, and enough tiles to fill a chip. None of our kernels takes the last K.
+# Up to 32 rows, more rows, and enough tiles to fill a chip. None of our kernels takes the last K.
 ROWS = (1, 16, 32, 33, 700, 4096)
 SHAPES = [(1024, 1024), (2048, 768), (1024, 72)]
 

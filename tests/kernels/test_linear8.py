@@ -1,4 +1,4 @@
-"""Products in 8 bits against fp64 of the values that the 8 bits stand for, for each kernel that may compute them."""
+"""Products in 8 bits against the dequantised operands in fp64, for each kernel that may compute them."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.gpu
 
 in_8_bits = pytest.mark.parametrize("dtype", EIGHT_BITS)
 row_counts = pytest.mark.parametrize("m", [1, 9, 16, 32, 33, 64, 65, 193, 700, 4096])
-# The last two are not multiples of the tiles of our own products.
+# The last shape is not a multiple of our kernels' tiles.
 shapes = pytest.mark.parametrize(("n", "k"), [(1024, 1024), (4096, 3072), (512, 9728), (2048, 768), (272, 96)])
 
 
 def wide(x: Quantized) -> Tensor:
-    """The values that x stands for, still rotated, in fp64."""
+    """The dequantised values in fp64, still rotated."""
     return x.values.double() * x.scale.double()[:, None]
 
 
@@ -30,10 +30,10 @@ def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def assert_close(found: Tensor, exact: Tensor, k: int, dtype: torch.dtype) -> None:
-    """Sums are exact in int8, and rounded to bf16 twice at most.
+    """Sums of int8 are exact, and rounded to bf16 at most twice.
 
-    Hopper's e4m3 keeps about 14 bits of each of the K / 32 partial sums. Even for the largest K this error is only a quarter of
-    the error from rounding the operands to e4m3.
+    For e4m3, Hopper keeps about 14 bits of each of the K / 32 partial sums. Even for the largest K this error is only a quarter
+    of the error from rounding the operands to e4m3.
     """
     error = (found.double() - exact).abs().max()
     assert error <= 2**-7 * exact.abs().max() * (1 if dtype == torch.int8 else 1 + k / 4096)
@@ -101,8 +101,11 @@ def test_linear_add(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @row_counts
 @shapes
 def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    """The result is in 8 bits again. The error is relative to the largest value of the row: 1 / 16 in e4m3; in int8 half a step
-    of 1 / 127, and another half step by the bf16 of gate and up, because a rotation adds sixteen of these values."""
+    """The result is in 8 bits again. The error is relative to the largest value of the row.
+
+    e4m3: at most 1 / 16. int8: at most two steps of 1 / 127. The rounding to int8 costs half a step. The rounding of gate and
+    up to bf16 costs another half step, because a rotation adds sixteen of these values.
+    """
     x, w = operands(m, 2 * n, k, dtype)
     weight = quantize_weight(kernels.interleaved(w), dtype)
     with poisoned():

@@ -19,7 +19,7 @@ from engine.kernels.tiles import Shape, most_paged_tiles, paged_tiles
 
 pytestmark = pytest.mark.gpu
 
-# (number of tokens, position of the first): beginnings and continuations of prompts, on both sides of pages' borders.
+# (number of tokens, position of the first): first and later chunks of prompts, on both sides of the borders of pages.
 Chunks = Sequence[tuple[int, int]]
 CHUNKS: Chunks = (
     (7, 0),
@@ -36,7 +36,7 @@ CHUNKS: Chunks = (
 )
 BEFORE, AFTER = 5, 3  # rows of q that belong to no chunk
 WINDOWS = (None, 0, 5, 127, 128, 200)
-# The form of the kernel, the head size, and the query heads of a key head.
+# The kind of the kernel, the head dimension, and the number of query heads of a key head.
 VARIANTS = [
     *(("wgmma", 128, group) for group in (1, 2, 3, 4, 5, 7, 8, 16)),
     *(("large", 128, group) for group in (1, 3, 4, 5, 8, 16)),
@@ -62,14 +62,14 @@ class Case:
     chunks: Chunks
     offsets: Sequence[int]  # of each chunk's page list
     window: int | None
-    codes: Cache8 | None = None  # those of `cache`, where that is in 8 bits
+    codes: Cache8 | None = None  # the 8-bit codes, if `cache` holds their values
 
     def tiles(self, depth: int) -> Tensor:
         lengths, starts = zip(*self.chunks, strict=True)
         return torch.from_numpy(paged_tiles(lengths, starts, self.offsets, BEFORE, depth)).to(DEVICE)
 
     def ours(self, shape: Shape, dtype: torch.dtype | None = None, tiles: Tensor | None = None) -> Tensor:
-        """Our attention, with an output that is full of NaN before."""
+        """The result of our attention. Unwritten values are NaN."""
         tiles = self.tiles(tile_depth((self.q.shape[1], self.cache.shape[2]), self.q.shape[2], shape)) if tiles is None else tiles
         with poisoned():
             return kernels.paged_attention(self.q, self.codes or self.cache, tiles, self.pages, shape, self.window, dtype)
@@ -94,7 +94,7 @@ def case_of(
     chunks: Chunks = CHUNKS,
     kv_heads: int = 2,
 ) -> Case:
-    """Sequences in shuffled pages. Rows without a token are NaN. For pages that no window reaches, the list has a page of NaN."""
+    """Sequences in shuffled pages. Rows without a token are NaN. The list has a page of NaN where no window reaches."""
     generator = np.random.default_rng(0)
     q = random_qkv(sum(length for length, _ in chunks) + BEFORE + AFTER, (kv_heads * group, kv_heads), head_dim, dtype)[0]
     q[:BEFORE], q[-AFTER:] = math.nan, math.nan
@@ -121,7 +121,7 @@ def test_chunks_over_shuffled_pages(kind: str, head_dim: int, group: int) -> Non
 
 
 def in_8_bits(case: Case) -> Case:
-    """The same case with a cache in 8 bits. The values of each token and head have another size."""
+    """The same case with a cache in 8 bits. Each token and head has values of another magnitude."""
     sizes = torch.exp2(torch.randint(-9, 2, case.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
     codes, cache = cache8_of(case.cache * sizes.to(case.cache.dtype))
     return replace(case, cache=cache, codes=codes)
@@ -166,8 +166,8 @@ def test_lengths_and_starts_around_tiles_blocks_and_pages(kind: str, head_dim: i
 @pytest.mark.parametrize("window", [None, 40])
 @one_of_each_kind
 def test_scores_that_grow_or_shrink_along_the_keys(kind: str, head_dim: int, group: int, window: int | None) -> None:
-    """The running maximum is raised in each block of keys, or never again after the first block."""
-    for slope in (-40, -4, 4, 40):  # added to a score before softmax, over 64 keys
+    """The running maximum rises in each block of keys, or never again after the first block."""
+    for slope in (-40, -4, 4, 40):  # scores grow by `slope` over 64 keys
         case = case_of(head_dim, group, window=window, chunks=((200, 100), (70, 0)))
         case.q[BEFORE:-AFTER, :, 0] = 8
         for offset, (length, start) in zip(case.offsets, case.chunks, strict=True):
@@ -183,7 +183,7 @@ def test_scores_that_grow_or_shrink_along_the_keys(kind: str, head_dim: int, gro
     ("kind", "head_dim", "group"), [("wgmma", 128, 4), ("large", 128, 7), ("large", 32, 1), ("small", 64, 8)]
 )
 def test_results_in_e4m3(kind: str, head_dim: int, group: int) -> None:
-    """Within half a step of the same kernel's rounded result in 16 bits. A step is an eighth of a power of two."""
+    """A result is within half a step of the same kernel's result in 16 bits. A step is an eighth of a power of two."""
     case, shape = case_of(head_dim, group, window=200), shape_of(head_dim, kind)
     case.cache[1].mul_(60.0)
     wide = case.ours(shape)[BEFORE:-AFTER].double()

@@ -24,14 +24,14 @@ def rotated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_within_half_a_step(found: Quantized, exact: Tensor) -> None:
-    """`exact`: [M, K] fp64, not rotated. A thousandth of a step is added for the fp32 in between."""
+    """`exact`: [M, K] fp64, not rotated. The bound allows a little more than half a step, for the rounding to fp32 before."""
     dtype, scale = found.values.dtype, found.scale.double()[:, None]
     exact = rotated(exact, dtype)
     most = 127 if dtype == torch.int8 else 448
     assert torch.allclose(scale[:, 0], exact.abs().amax(1) / most, rtol=1e-4, atol=0)
     scaled = exact / scale
     step = torch.ones_like(scaled)
-    if dtype != torch.int8:  # a mantissa has three bits, and the smallest value is 2^-9
+    if dtype != torch.int8:  # e4m3 has three bits of mantissa, and its smallest step is 2^-9
         step = torch.exp2(scaled.abs().clamp(min=2**-6).log2().floor() - 3)
     assert ((found.values.double() - scaled).abs() <= 0.501 * step + 1e-4 * scaled.abs()).all()
 
@@ -40,7 +40,7 @@ def assert_within_half_a_step(found: Quantized, exact: Tensor) -> None:
 @shapes
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16])
 def test_rows(m: int, k: int, x_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Rows without their first columns, as in a part of a wider tensor."""
+    """The rows are a part of a wider tensor, without its first columns."""
     x = torch.randn(m, k + 8, device=DEVICE).to(x_dtype)[:, 8:]
     with poisoned():
         found = quantize(x, dtype)

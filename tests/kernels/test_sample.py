@@ -44,7 +44,7 @@ def expected_of(logits: Tensor, rows: Sequence[Row]) -> Sampled:
 
 
 def assert_same(ours: Tensor, logits: Tensor, rows: Sequence[Row]) -> None:
-    """If a random number is within 1e-5 of the border of two tokens, either of them is right."""
+    """If a random number is within 1e-5 of the border of two tokens, both tokens are right."""
     expected = expected_of(logits, rows)
     assert ours[:, 1].tolist() == expected.finite.int().tolist()
     assert not ours[:, 3].any()
@@ -59,7 +59,7 @@ def assert_same(ours: Tensor, logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def neighbours(logits: Tensor, row: Row) -> set[int]:
-    """The tokens that random numbers within 1e-5 of the row's would give."""
+    """The tokens of the row for random numbers within 1e-5 of its own."""
     options = row.options
     if options.temperature == 0:
         return set()
@@ -102,7 +102,7 @@ def test_flat_and_peaked_logits(scale: float) -> None:
     rows = [row_of(number, each) for number, each in enumerate(OPTIONS[1::4])]
     for vocab_size, dtype in [(20_001, torch.float32), (20_000, torch.bfloat16)]:
         logits = random_logits(len(rows), vocab_size, dtype, scale)
-        if dtype == torch.float32:  # no two logits are so close that one more rounding makes their probabilities equal
+        if dtype == torch.float32:  # keeps unequal logits apart: one more rounding must not make their probabilities equal
             logits = (logits * 4096).round() / 4096
         assert_same(run(logits, rows), logits, rows)
 
@@ -129,7 +129,7 @@ def test_rows_that_are_not_finite_and_masked_rows() -> None:
         assert ours[:, 1].tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
         assert ours[[0, 1, 2, 6]].flatten().any().item() is False
         assert ours[3, 0] == 2999
-        masked = [3, 4, 5, 7]  # the specification's `finite` is that of the logits before masks
+        masked = [3, 4, 5, 7]  # the reference would call -inf not finite, so it gets clamped logits
         wide = logits[masked].clamp(min=-1e4)
         assert_same(ours[masked], wide, [rows[index] for index in masked])
 
@@ -156,7 +156,7 @@ def test_extreme_temperatures() -> None:
 
 
 def test_the_distribution() -> None:
-    """The chi-square of 20,000 draws. A value beyond 6 standard deviations has a chance of less than 1e-6."""
+    """The chi-square of 20,000 draws. A deviation of 6 standard deviations or more has a probability below 1e-6."""
     logits = random_logits(1, 300, torch.float32, 1.0)
     for each in [(1.0, 0, 1.0, 0.0), (0.8, 40, 0.9, 0.0)]:
         rows = [row_of(number, each) for number in range(20_000)]
@@ -174,7 +174,7 @@ def test_the_distribution() -> None:
 
 
 def test_rows_apart_and_rows_without_a_slot() -> None:
-    """A head may give wider rows than the vocabulary. A graph's padding row has no slot."""
+    """The rows of a head may be wider than the vocabulary. A padding row of a graph has no slot."""
     wide = random_logits(4, 1100, torch.bfloat16)
     wide[:, 1000:] = torch.nan
     rows = [row_of(number) for number in range(4)]

@@ -1,6 +1,6 @@
-"""GTE as defined in Alibaba's code, with its keys and tensor names. Simple, without packing, for texts of one length.
+"""GTE as Alibaba's code defines it, with the same keys and tensor names. It has no packing, so all texts have one length.
 
-transformers has this network, too, but without the NTK scaling of its rotary embedding.
+transformers has this network, too, but without NTK scaling of the rotary embedding.
 """
 
 import torch
@@ -22,7 +22,7 @@ def inverse_frequencies(config: NewConfig) -> Tensor:
 
 
 def rotate(x: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotates [B, L, H, D]. Each value of a head's first half is rotated with one of the other half."""
+    """Rotates [B, L, H, D] in pairs: a value of a head's first half, and a value of its second half."""
     angles = torch.arange(x.shape[1], device=x.device).float()[:, None] * inv_freq.to(x.device)
     cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
     first, second = x.chunk(2, dim=-1)

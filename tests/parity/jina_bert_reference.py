@@ -1,6 +1,6 @@
-"""JinaBERT as defined in Jina's code, with its keys and tensor names. Simple, without packing, for texts of one length.
+"""JinaBERT as Jina's code defines it, with the same keys and tensor names. It has no packing, so all texts have one length.
 
-It has both implementations: the first one, and with `qk_post_norm` that of jina-embeddings-v2-base-code.
+The file has both implementations: the first one, and with `qk_post_norm` the one of jina-embeddings-v2-base-code.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""NomicBERT as defined in nomic-ai's code, with its keys and tensor names. Simple, without packing, for texts of one length.
+"""NomicBERT as nomic-ai's code defines it, with its keys and tensor names. It has no packing, so all texts have one length.
 
 transformers has the variant with SwiGLU and without biases. This file has the other variants, and the mixture of experts.
 """
@@ -16,7 +16,7 @@ class NomicConfig(PreTrainedConfig):
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotates [B, L, H, D]. Each value of a head's first half is rotated with one of the other half."""
+    """Rotates [B, L, H, D] in pairs: a value of a head's first half, and a value of its second half."""
     length, dim = x.shape[1], x.shape[3]
     inv_freq = base ** -(torch.arange(0, dim, 2, device=x.device).float() / dim)
     angles = torch.arange(length, device=x.device).float()[:, None] * inv_freq
@@ -82,7 +82,7 @@ class Mixture(nn.Module):
         self.num_experts, self.top_k = config.num_experts, config.moe_top_k
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes one token after another, with the experts of each token."""
+        """Computes one token after another. Each token has its own experts."""
         tokens = x.flatten(0, 1)
         weights = self.router.layer(tokens).float().softmax(-1)
         w1, w2 = (w.unflatten(0, (self.num_experts, -1)) for w in (self.experts.mlp.w1, self.experts.mlp.w2))

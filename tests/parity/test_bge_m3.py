@@ -37,7 +37,7 @@ def folder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def sequences() -> list[np.ndarray]:
-    """Ids of few different tokens, so that many occur twice, and special tokens. Not 1, which has no position in transformers."""
+    """Ids of few different tokens, so that many tokens repeat. Special tokens are among them, except 1: it has no position."""
     rng, few = np.random.default_rng(0), np.array([0, *range(2, 40)], dtype=np.int32)
     return [rng.choice(few, size=length) for length in LENGTHS]
 

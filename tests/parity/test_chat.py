@@ -1,4 +1,4 @@
-"""The command line with the embedded generation model, with real weights and answers."""
+"""The command line with the real weights of the embedded generation model."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def smollm2() -> Engine:
 
 @pytest.fixture
 def loads(smollm2: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The command gets this engine for any arguments. Yields the arguments of its calls."""
+    """The command gets this engine for any arguments. The fixture returns the arguments of each load."""
     asked: list[dict[str, Any]] = []
 
     def load(model: str, **options: Any) -> Engine:

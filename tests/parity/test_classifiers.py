@@ -17,7 +17,7 @@ from engine.text.pairs import SECOND_SEGMENT
 ONE = {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}
 THREE = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
 EIGHT = {"id2label": {str(label): f"l{label}" for label in range(8)}, "label2id": {f"l{label}": label for label in range(8)}}
-PADDED = {"pad_token_id": 4}  # the token at the end of a text; transformers then leaves it out
+PADDED = {"pad_token_id": 4}  # the token at the end of a text: transformers skips padding, so it skips this token
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, ONE),
     "bert sharded": ("bert", True, THREE),
@@ -85,7 +85,7 @@ DEVICES = [
 
 
 def theirs(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Callable[..., np.ndarray]:
-    """transformers' logits of a text or a pair alone, with the ids and types of `tokenizers`."""
+    """A function that gives transformers' logits of one text or one pair. `tokenizers` gives the ids and types."""
     model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model = model.eval().to(device)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -126,7 +126,7 @@ def test_bf16_error_is_that_of_transformers_in_bf16(
 ) -> None:
     """Our error against fp32, over all inputs and labels, is at most 1.5 times the error of transformers in bf16.
 
-    There are eight labels, because most of a label's error is the same for all inputs: with one label, chance decides.
+    The models have eight labels. With one label chance decides, because most of a label's error is the same for all inputs.
     """
     folder = tiny(f"{kind}_classifier", sharded, **(config | EIGHT))
     engine = Engine.load(folder, dtype="bfloat16", device=device)

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU in 16 bits, with our kernels: right in any batch, with and without graphs, and after every fault."""
+"""The whole engine on a GPU in 16 bits, with our kernels: right in any batch, with and without graphs, and after faults."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ from engine.text.pairs import SECOND_SEGMENT
 
 pytestmark = pytest.mark.gpu
 
-# Head dimensions that our attention takes, unlike the tiny defaults.
+# Our attention takes the head dimensions of these shapes. It does not take those of all tiny defaults.
 FAMILIES = {
     "bert": {"hidden_size": 128},
     "bert wide": {"hidden_size": 256, "num_attention_heads": 4},
@@ -65,7 +65,7 @@ FAMILIES = {
         "num_key_value_heads": 1,
     },
 }
-# Classifiers with token types, with each kind of pooling, with one label, and with a width that our kernels take.
+# Together these classifiers have token types, each kind of pooling, one label or several, and widths that our kernels take.
 CLASSIFIERS = {
     "bert": {"hidden_size": 128, "id2label": {"0": "a"}, "label2id": {"a": 0}},
     "roberta": {"hidden_size": 128, "num_labels": 3},
@@ -89,7 +89,7 @@ def folder(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Path:
 def engine(folder: Path) -> Engine:
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert engine.packer.tiling is not None, "our attention does not run here"
-    engine.runner.max_graph_tokens = 512  # type: ignore[union-attr]  # what `tune` finds depends on who else is on the card
+    engine.runner.max_graph_tokens = 512  # type: ignore[union-attr]  # `tune` finds other limits on a busy card
     return engine
 
 
@@ -167,7 +167,7 @@ def test_vectors_are_right_in_every_company(
 
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], kind: str) -> None:
-    """Our error against transformers in fp32 is at most 1.5 times its error in bf16. The second text has other token types."""
+    """Our error against fp32 is at most 1.5 times transformers' error in bf16. The second text has other token types."""
     folder = tiny(f"{kind}_classifier", **CLASSIFIERS[kind])
     engine = Engine.load(folder, dtype="bfloat16", device="cuda")
     engine.runner.max_graph_tokens = 4096  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ def test_logits_of_pairs_are_right_graphed_and_not(tiny: Callable[..., Path], ki
     ]
     rng = np.random.default_rng(0)
     for graphed in (True, True, False):  # a graph is captured, then replayed on other pairs
-        lengths = [1, 30, 7, 90, *rng.integers(1, 60, 36)]  # so many sequences that their rounding errors average out
+        lengths = [1, 30, 7, 90, *rng.integers(1, 60, 36)]  # with many sequences, rounding errors average out
         pairs = [tuple(" ".join(f"w{i}" for i in rng.integers(0, 290, count)) for count in (9, most)) for most in lengths]
         sequences = engine.tokenizer.encode_pairs(pairs, EncodeOptions())  # type: ignore[arg-type]
         want: tuple[OutputName, ...] = () if graphed else ("tokens",)
@@ -218,7 +218,7 @@ def test_sequences_that_share_a_prefix_get_the_vectors_they_get_alone(tiny: Call
 
 
 def test_bidirectional_qwen3_is_that_of_the_cpu(tiny: Callable[..., Path]) -> None:
-    """transformers' Qwen3 is always causal, so the comparison is with our fp32 path. Another test compares that path."""
+    """transformers' Qwen3 is always causal, so this test compares with our fp32 engine. Another test checks the fp32 engine."""
     folder = tiny("qwen3", use_bidirectional_attention=True)
     texts = [ids.tolist() for ids in sequences(RAGGED)]
     ours = Engine.load(folder, dtype="bfloat16", device="cuda").embed(texts)
@@ -271,7 +271,7 @@ def test_splade_is_that_of_the_cpu(tiny: Callable[..., Path], kind: str, graphed
 def test_splades_logits_of_a_few_tokens_at_a_time_give_the_same(
     tiny: Callable[..., Path], graphed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences that begin in one part and end in another, and vectors cut in several steps."""
+    """Some sequences begin in one part and end in another. Vectors are cut in several steps."""
     engine = Engine.load(tiny("bert_lm", hidden_size=128), dtype="bfloat16", device="cuda", pooling="splade")
     exact = Engine.load(tiny("bert_lm", hidden_size=128), dtype="float32", device="cpu", pooling="splade")
     assert isinstance(engine.runner, CudaRunner)
@@ -298,7 +298,7 @@ def test_bge_m3s_outputs_are_those_of_the_cpu(
     assert isinstance(engine.runner, CudaRunner)
     monkeypatch.setattr(engine.runner, "max_graph_tokens", 512 * graphed)
     wants: list[tuple[OutputName, ...]] = [("colbert", "sparse", "tokens"), ("sparse",), ("colbert",), ()]
-    for seed, want in enumerate(wants * 2):  # captured, then replayed on other texts
+    for seed, want in enumerate(wants * 2):  # a graph is captured, then replayed on other texts
         batch = sequences(lengths, seed)
         ours, theirs = (one.launch(batch, None, want).wait() for one in (captured(engine), exact))
         assert_near(ours.vectors, theirs.vectors)
@@ -351,7 +351,7 @@ def test_a_text_gone_to_nan_fails_alone(tiny: Callable[..., Path]) -> None:
     with pytest.raises(BackendError, match="not finite"):
         bad_job.future.result(20)
     vectors = np.concatenate([job.future.result(20).vectors for job in good_jobs])
-    loop.stop()  # until then only the loop's thread may use the engine
+    loop.stop()  # before this call only the loop's thread may use the engine
     assert (vectors * engine.embed([ids.tolist() for ids in texts])).sum(axis=1).min() > 0.999
 
 
@@ -364,7 +364,7 @@ def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> 
     splits: list[int] = []
     loop = EngineLoop(engine, 32768, on_split=lambda: splits.append(1))
     job = Request(batch, EmbedOptions())
-    try:  # room for 8,192 tokens of the wide activation, not for all 16,384
+    try:  # the memory is enough for the wide activation of 8,192 tokens, not of 16,384
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (400 << 20)) / total)
         loop.submit([job])
         vectors = job.future.result(60).vectors
@@ -375,7 +375,7 @@ def test_what_does_not_fit_is_split_until_it_does(tiny: Callable[..., Path]) -> 
     assert (vectors * alone).sum(axis=1).min() > 0.999
 
 
-ODD = [100, 100, 100]  # with "tokens" as well, this shape has no graph from the load
+ODD = [100, 100, 100]  # at its load an engine captures no graph of this shape with the output "tokens"
 
 
 def test_a_capture_that_fails_costs_its_shape_the_graph_and_nothing_else(
@@ -402,7 +402,7 @@ def test_a_capture_that_fails_costs_its_shape_the_graph_and_nothing_else(
 
 
 def test_graphs_are_captured_beside_passes(tiny: Callable[..., Path]) -> None:
-    """Another thread captures while this one continues to launch. The vectors stay the same, bit for bit."""
+    """Another thread captures graphs while this thread launches passes. The vectors stay the same, except for rounding."""
     engine = Engine.load(tiny("qwen3"), device="cuda")
     assert isinstance(engine.runner, CudaRunner)
     engine.runner.max_graph_tokens = 4096
@@ -417,7 +417,7 @@ def test_graphs_are_captured_beside_passes(tiny: Callable[..., Path]) -> None:
         (engine.launch(batch, outputs=("tokens",)).wait().vectors * each).sum() > 2.99
         for batch, each in zip(batches, expected, strict=True)
     )
-    assert len(captured(engine).runner.graphs) == graphs  # type: ignore[union-attr]  # all of them were there
+    assert len(captured(engine).runner.graphs) == graphs  # type: ignore[union-attr]  # no graph is new
 
 
 def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
@@ -425,12 +425,12 @@ def test_an_engine_that_is_gone_does_not_break_the_capture_of_a_graph(
 ) -> None:
     gone, engine = (Engine.load(tiny("qwen3"), device="cuda") for _ in range(2))
     assert isinstance(engine.runner, CudaRunner)
-    gone.itself = gone  # type: ignore[attr-defined]  # only the collector frees it, and its graphs
+    gone.itself = gone  # type: ignore[attr-defined]  # a cycle: only garbage collection frees the engine and its graphs
     del gone
     forward = engine.model.forward
 
     def collecting(*arguments: Any) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing() and gc.isenabled():  # Python may do this whenever a list is made
+        if torch.cuda.is_current_stream_capturing() and gc.isenabled():  # Python may collect whenever it makes a list
             gc.collect()
         return forward(*arguments)
 
@@ -448,7 +448,7 @@ def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
     forward = engine.model.forward
 
     def forgetting(*arguments: Any) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():  # another thread may do this
+        if torch.cuda.is_current_stream_capturing():  # as another thread may do
             held.clear()
         return forward(*arguments)
 
@@ -462,7 +462,7 @@ def test_results_that_are_let_go_while_a_graph_is_captured_fail_no_pass(
 
 
 def test_results_are_their_holders_own(tiny: Callable[..., Path]) -> None:
-    """Results stay valid while other passes are in flight and later. The passes' memory serves one pass after another."""
+    """Results stay valid during and after other passes, although all passes use the same memory."""
     engine = Engine.load(tiny("qwen3"), device="cuda")
     batches = [sequences([9]), sequences([40, 7, 90]), sequences([200] * 30), sequences([5] * 2)]
     expected = [engine.launch(batch, outputs=("tokens",)).wait() for batch in batches]
@@ -491,13 +491,13 @@ def test_replayed_graphs_leave_all_other_memory_alone(tiny: Callable[..., Path])
     for index in [0, 1, 2, 3, 1, 2, 3, 0, 2, 3, 0, 1]:
         output = captured(engine).launch(batches[index], outputs=("tokens",)).wait()
         assert (output.vectors * expected[index]).sum(axis=1).min() > 0.999
-        with runner._stream:  # 32 MiB, where cuBLAS writes its partial sums
+        with runner._stream:  # 32 MiB in the memory where cuBLAS would write its partial sums
             others.append(torch.ones(8 << 20, device="cuda"))
     assert all((each == 1).all() for each in others)
 
 
 def test_graphs_keep_their_results_in_one_place(tiny: Callable[..., Path]) -> None:
-    """A text of four tokens has a vector of 4 KiB here. That is more than everything else that a graph keeps for it."""
+    """The vector of a text of four tokens takes 4 KiB here. All else that a graph keeps for the text is smaller."""
     engine = Engine.load(tiny("qwen3", hidden_size=1024), device="cuda", max_batch_tokens=4096)
     assert isinstance(engine.runner, CudaRunner)
     engine.runner.max_graph_tokens = 4096
@@ -508,7 +508,7 @@ def test_graphs_keep_their_results_in_one_place(tiny: Callable[..., Path]) -> No
     captured(engine)
     assert len(batches) == 7
     assert torch.cuda.memory_allocated() - before < 0.1 * sum(each.nbytes for each in vectors)
-    for batch, each in zip(reversed(batches), reversed(vectors), strict=True):  # no pass has overwritten another pass's result
+    for batch, each in zip(reversed(batches), reversed(vectors), strict=True):  # a replay still gives its own result
         np.testing.assert_array_equal(engine.launch(batch).wait().vectors, each)
 
 
@@ -550,14 +550,14 @@ def test_layers_in_8_bits_are_as_exact_as_in_plain_torch(
     if torch.cuda.get_device_capability() < devices.LEAST_CAPABILITY[devices.DTYPES[dtype]]:
         pytest.skip(f"this GPU has no {dtype}")
     folder = tiny(kind, **FAMILIES[kind])
-    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # on a CPU too, for this test
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # allows the dtype on a CPU
     plain, ours = (Engine.load(folder, dtype=dtype, device=device) for device in ("cpu", "cuda"))
-    for lengths in ([5], RAGGED, [40] * 60):  # a handful of rows, some, many
+    for lengths in ([5], RAGGED, [40] * 60):  # five rows, hundreds, thousands
         batch = sequences(lengths)
         expected = exact(folder, batch)
         error, theirs = (np.linalg.norm(each.launch(batch).wait().vectors - expected) for each in (ours, plain))
         assert error <= 1.5 * theirs
-        assert theirs <= 0.2 * len(batch) ** 0.5  # cosines of 0.98
+        assert theirs <= 0.2 * len(batch) ** 0.5  # a mean cosine of about 0.98
 
 
 def test_eight_billion_shapes_stay_finite_with_large_activations(tiny: Callable[..., Path]) -> None:
@@ -582,7 +582,7 @@ def test_a_loaded_engine_leaves_the_rest_of_the_card_alone(tiny: Callable[..., P
 
 
 def test_a_lost_device_ends_the_engine(tiny: Callable[..., Path]) -> None:
-    """Runs in a process of its own, because afterwards no operation on this GPU works in it."""
+    """Runs in a process of its own, because after the loss no operation on this GPU works in that process."""
     command = [sys.executable, "-u", "-W", "ignore", "-c", _LOSE_THE_DEVICE, str(tiny("qwen3"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

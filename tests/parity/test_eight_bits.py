@@ -24,7 +24,7 @@ TEXTS = [*ragged_texts(40, seed=0, median_words=40), *short_texts(40, seed=1)]
 
 @pytest.mark.parametrize(("dtype", "least"), [("int8", 0.999), ("float8", 0.997)])
 def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # this test allows them on a CPU
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # allows the dtype on a CPU
     exact = Engine.load(EMBEDDED_MODEL, dtype="float32", device="cpu").embed(TEXTS)
     found = Engine.load(EMBEDDED_MODEL, dtype=dtype, device="cpu").embed(TEXTS)
     cosines = (exact * found).sum(axis=1)
@@ -37,9 +37,9 @@ def test_a_real_models_vectors_stay_close_to_float32s(dtype: DtypeName, least: f
 def test_values_of_any_size_fit_attentions_results(
     kind: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V's columns are multiplied by powers of two, and the next matrix's columns are divided by them. The model stays the same.
+    """The test multiplies V's columns by powers of two and divides the next matrix's columns by them. The model stays the same.
 
-    In e4m3 without a scale for each column, the values would be out of range or zero.
+    In e4m3 without a scale for each column, values would be out of range or zero.
     """
     monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
     plain, uneven = tiny(kind), tmp_path / "model"

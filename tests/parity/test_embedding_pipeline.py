@@ -41,7 +41,7 @@ def test_vectors_are_those_of_one_device(tiny: Callable[..., Path], kind: str, c
 
 
 def test_scores_are_those_of_one_device(reranker: Path) -> None:
-    """The head is two rows of the word embeddings (which are in the first stage), or of a separate matrix."""
+    """The head has two rows of the word embeddings, which are in the first stage, or two rows of a separate matrix."""
     alone, engine = load(reranker, 1), load(reranker, 2)
     pairs = alone.tokenizer.encode_pairs(PAIRS, EncodeOptions())
     expected, scores = (each.launch(pairs, [RAW] * len(pairs)).wait().vectors for each in (alone, engine))

@@ -1,4 +1,4 @@
-"""A model that embeds or scores, cut over two GPUs, or over one GPU twice, gives the vectors of one GPU."""
+"""An embedding model, cut into stages on two GPUs or into two stages on one GPU, gives the vectors of one GPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vectors_are_those_of_one_gpu(tiny: Callable[..., Path], kind: str, dtype: Any) -> None:
-    """Several passes run at once, so hidden states that are overwritten too early would show."""
+    """Several passes run at once. If a pass overwrote hidden states too early, the vectors would be wrong."""
     folder = tiny(kind, max_position_embeddings=2048, num_hidden_layers=4, **KINDS[kind])
     sequences = [np.array(each, np.int32) for each in prompts([20 + 7 * index for index in range(64)])]
     expected = Engine.load(folder, dtype="float32", devices=DEVICES[:1]).embed(sequences)

@@ -23,7 +23,7 @@ from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
 LENGTHS = (3, 150, 127, 200)
-# Models with random tied word embeddings repeat one word for ever, so these kinds are compared by their log-probabilities.
+# A model with random tied word embeddings repeats one word for ever. So the tied kinds are compared by log-probabilities.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_lm": {"tie_word_embeddings": False},
     "qwen2_lm": {"tie_word_embeddings": False},
@@ -92,7 +92,7 @@ def test_streams_that_gave_up_their_pages_go_on_as_if_nothing_had_happened(
     given = prompts([120] * 8)
     expected = greedy(folder, given)
     preempted = preemptions(monkeypatch)
-    engine = load(folder, cache_tokens=9 * PAGE_SIZE)  # each prompt fits, and one answer
+    engine = load(folder, cache_tokens=9 * PAGE_SIZE)  # room for all prompts and one answer
     assert [ids(answer.tokens) for answer in engine.generate(given, GREEDY)] == expected
     assert preempted
     assert engine.pages is not None
@@ -143,7 +143,7 @@ def test_an_answer_ends_at_a_stop_token_from_the_least_number_of_tokens_on(gener
 
 
 def test_a_stream_that_is_not_finite_fails_alone(generator: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(generator("llama_lm"), speculate=False)  # one row of a pass for each stream
+    engine = load(generator("llama_lm"), speculate=False)  # so that each stream has one row in a pass
     expected = [ids(answer.tokens) for answer in engine.generate(prompts([3, 4]), GREEDY)]
     head = engine.network.language_head
     assert head is not None

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
-# Heads of 32, 64 and 128; 1 to 7 query heads for each key head; windows within a page and across pages.
+# Head dimensions 32, 64 and 128; 2, 4 or 7 query heads for each key head; windows within a page and across pages.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3 wide": {"head_dim": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
@@ -49,7 +49,7 @@ VOCAB_SIZE, END = 300, 256
 
 @pytest.fixture(scope="module")
 def folder_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A tiny folder without a pooling. The head is not tied, because random tied word embeddings repeat one word for ever."""
+    """A tiny folder without a pooling. The head is not tied: with random tied word embeddings, answers repeat one word."""
 
     def make(kind: str) -> Path:
         copy = tmp_path_factory.getbasetemp() / f"gpu-{kind.replace(' ', '-')}"
@@ -61,13 +61,13 @@ def folder_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def engine_of(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
-    """`engine_of(kind, dtype, **options)`: an engine that is loaded once for all tests."""
+    """`engine_of(kind, dtype, **options)`: an engine. All tests share it."""
 
     @cache
     def load(kind: str, dtype: Any = "bfloat16", **options: Any) -> Engine:
         engine = Engine.load(folder_of(kind), dtype=dtype, device=DEVICE, **options)
         assert engine.packer.tiling is not None or dtype == "float32", "our attention does not run here"
-        torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs a part of the card's memory
+        torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs a part of the card's memory, too
         return engine
 
     yield load
@@ -98,7 +98,7 @@ class Teacher:
 
     @property
     def bound(self) -> float:
-        """The largest difference of two logits that rounding may swap: twice an error that is twice transformers' largest."""
+        """The largest gap between two logits that rounding may swap. Each may be off by twice transformers' largest error."""
         return float(4 * (self.low - self.exact).abs().max())
 
     def errors(self, tokens: Sequence[Token], start: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def assert_all_pages_are_back(engine: Engine) -> None:
 
 
 def assert_likeliest(folder: Path, prompt: list[int], tokens: Sequence[Token]) -> None:
-    """Each token is the choice of transformers in fp32, or equal to that choice within rounding. Most tokens are the same."""
+    """Each token is the choice of transformers in fp32, or has an equal logit within rounding. Most tokens are the choice."""
     teacher = Teacher.reads(folder, prompt + ids(tokens))
     rows = teacher.exact[len(prompt) - 1 : -1]
     chosen = rows.gather(1, torch.tensor([[token.id] for token in tokens], device=DEVICE)).squeeze(1)
@@ -200,8 +200,10 @@ def test_log_probabilities_are_as_exact_as_those_of_transformers_in_bf16(
 def test_log_probabilities_with_keys_and_values_in_8_bits(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str, budget: int
 ) -> None:
-    """Our error against fp32 is at most 1.3 times the sum of two errors: that of the reference with 8 bits in fp32, and that of
-    transformers in bf16."""
+    """Our error against fp32 is at most 1.3 times the sum of two errors.
+
+    They are the error of our reference in fp32 with a cache in 8 bits, and the error of transformers in bf16.
+    """
     engine, wide = engine_of(kind, kv_cache_dtype="fp8"), engine_of(kind, "float32", kv_cache_dtype="fp8")
     drawn = SamplingOptions(max_tokens=64, logprobs=1, prompt_logprobs=0)
     scored = replace(drawn, max_tokens=1)
@@ -257,7 +259,7 @@ def test_greedy_answers_in_bf16_are_the_likeliest_in_every_company(
 def test_streams_that_end_one_after_the_other_are_right_to_the_last(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str
 ) -> None:
-    """The passes have 70, 69, ... 1 streams, so also one more and one less than each graph's size. The second run has graphs."""
+    """Streams end one by one, so passes also have one stream more or less than a graph's size. The second run has graphs."""
     given = prompts([100 + index % 40 for index in range(70)])
     options = [replace(GREEDY, max_tokens=index + 1) for index in range(70)]
     for _ in range(2):
@@ -274,7 +276,7 @@ def test_streams_that_gave_up_their_pages_go_on(
     given = prompts([120] * 8)
     exact = greedy(folder_of("qwen3 wide"), given)
     for dtype in ("float32", "bfloat16"):
-        engine = engine_of("qwen3 wide", dtype, cache_tokens=9 * PAGE_SIZE)  # each prompt fits, and one answer
+        engine = engine_of("qwen3 wide", dtype, cache_tokens=9 * PAGE_SIZE)  # room for all prompts and one answer
         assert engine.pages is not None
         assert engine.pages.num_pages == 9
         answers = run(engine, given, [GREEDY] * 8)
@@ -289,7 +291,7 @@ def test_streams_that_gave_up_their_pages_go_on(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_seed_gives_the_same_answer(engine_of: Callable[..., Engine], dtype: str) -> None:
-    """Twice in the same passes, and in fp32 also beside other streams. No prompt fills a page, so the cache has no prompt."""
+    """Streams run twice in the same passes, and in fp32 also alone. No prompt fills a page, so the cache keeps no prompt."""
     engine, given = engine_of("llama", dtype), prompts((3, 40, 60, 50))
     drawn = SamplingOptions(max_tokens=60, temperature=1.5, top_p=0.95, top_k=50)
     options = [replace(drawn, seed=seed) for seed in (7, 8, 9, 10)]
@@ -351,7 +353,7 @@ def test_options_of_all_kinds_hold_in_one_pass(
 
 
 def assert_may_be_chosen(teacher: Teacher, prompt: list[int], tokens: Sequence[Token], options: SamplingOptions) -> None:
-    """Each token is one that the options allow for transformers' logits in fp32, or equal to such a token within rounding."""
+    """For transformers' logits in fp32, the options allow each token, or a token whose logit is the same within rounding."""
     counts = TokenCounts.wanted_by(options, prompt)
     for index, token in enumerate(tokens):
         before = prompt + ids(tokens[:index])
@@ -366,7 +368,7 @@ def assert_may_be_chosen(teacher: Teacher, prompt: list[int], tokens: Sequence[T
             least = likeliest[0] + options.temperature * np.log(options.min_p)
         elif options.top_p < 1:
             mass = (likeliest / options.temperature).softmax(0).cumsum(0)
-            least = likeliest[int((mass < options.top_p).sum())] - teacher.bound  # the sum of the probabilities is rounded too
+            least = likeliest[int((mass < options.top_p).sum())] - teacher.bound  # the sum of probabilities is rounded, too
         assert logits[token.id] >= least - teacher.bound, f"token {index} behind {len(prompt)}: {options}"
         if counts is not None:
             counts.add(token.id)
@@ -420,9 +422,9 @@ def test_streams_whose_callers_leave_give_their_pages_back(
 
 @pytest.mark.parametrize("length", [1, 129, 1000])
 def test_answers_end_where_they_should(folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], length: int) -> None:
-    """They end after one token, at a stop token (the first or a later one), at the end of the context, or without an answer."""
+    """Answers end after one token, at a stop token (the first or a later one), at the end of the context, or without tokens."""
     engine, (prompt,) = engine_of("qwen3 wide"), prompts([length])
-    run(engine, [prompt], [GREEDY])  # from here on the cache has the prompt's pages, so the rounding is the same
+    run(engine, [prompt], [GREEDY])  # now the cache has the prompt's pages, so all later runs round in the same way
     (whole,) = run(engine, [prompt], [GREEDY])
     first, stop = whole.tokens[0].id, whole.tokens[20].id
     at = ids(whole.tokens).index(stop)
@@ -454,7 +456,7 @@ def last_states(folder: Path, given: Sequence[list[int]], dtype: torch.dtype) ->
 def test_vectors_beside_streams_are_as_exact_as_those_of_transformers_in_bf16(
     folder_of: Callable[[str], Path], engine_of: Callable[..., Engine], kind: str, dtype: str
 ) -> None:
-    """Texts whole and in chunks, with a cold and a warm cache, with and without graphs. Tokens of streams stay the likeliest."""
+    """Texts run whole and in chunks, with a cold and a warm cache, with and without graphs. Streams get likeliest tokens."""
     folder, engine = folder_of(kind), engine_of(kind, dtype, pooling="last_token")
     given = prompts(LENGTHS)
     sequences = [np.array(each, dtype=np.int32) for each in given]

@@ -1,4 +1,4 @@
-"""A generation model gives the vectors of the same folder loaded only to embed, in fp32, with any other work in its passes."""
+"""A generation model gives the vectors of the same model loaded only to embed, in fp32, with any other work in its passes."""
 
 import json
 import shutil
@@ -158,7 +158,7 @@ def test_other_poolings_of_such_a_folder_only_embed(folders: Callable[[str], tup
 
 
 def test_texts_end_as_pooling_wants_and_prompts_do_not(folders: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
-    """The tokenizer_config.json asks for an end-of-text token, as that of gte-Qwen2 does."""
+    """As in gte-Qwen2, tokenizer_config.json asks for an end-of-text token."""
     silent, named = (Path(shutil.copytree(each, tmp_path / each.name)) for each in folders("llama_lm"))
     for folder in (silent, named):
         tokenizer = json.loads((folder / "tokenizer.json").read_text())

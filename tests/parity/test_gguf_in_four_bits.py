@@ -1,4 +1,4 @@
-"""GGUF's blocks that stay in 4 bits: values against the `gguf` package, and whole models against dequantised ones."""
+"""Blocks of GGUF files that stay in 4 bits: values against the `gguf` package, and models against the dequantised models."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stored(tmp_path: Path, kind: Kind) -> tuple[FourBits, NDArray[np.float32]]:
-    """A matrix as we read it, and its values by the `gguf` package."""
+    """A matrix that we read from a file, and the values of the `gguf` package."""
     blocks = tiny_gguf.random_blocks((48, 512), kind, 0)
     path = tiny_gguf.write(tmp_path / "one.gguf", "qwen3", {}, {"blk.0.attn_v.weight": blocks}, kind)
     found = read_matrix(GGUFWeights(path), "model.layers.0.self_attn.v_proj.weight", lambda rows: rows)
@@ -61,7 +61,7 @@ def test_the_values_are_those_of_the_file(tmp_path: Path, kind: Kind) -> None:
 
 @STAYS
 def test_records_hold_the_values_but_for_scales_that_are_rounded(tmp_path: Path, kind: Kind) -> None:
-    """Q4_0 and Q4_1 have their scales in fp16. Q4_K's are products of 17 bits: half a unit of fp16's 11 is 2^-12 of a scale."""
+    """Q4_0 and Q4_1 have scales in fp16. A scale of Q4_K has 17 bits. fp16 keeps 11 of them: an error of up to 2^-11."""
     found, expected = stored(tmp_path, kind)
     kept = unpacked(packed(found), torch.float32).numpy()
     if kind != Kind.Q4_K:
@@ -69,7 +69,7 @@ def test_records_hold_the_values_but_for_scales_that_are_rounded(tmp_path: Path,
         return
     assert found.mins is not None
     largest = 15 * found.scales.abs() + found.mins.abs()
-    bound = largest.repeat_interleave(32, dim=1).numpy() * 2**-11 + 2e-6  # a min of fp16's least exponent has fewer bits
+    bound = largest.repeat_interleave(32, dim=1).numpy() * 2**-11 + 2e-6  # a min with fp16's least exponent has fewer bits
     error = np.abs(kept - expected)
     assert (error <= bound).all()
     in_bf16 = np.abs(torch.from_numpy(expected).to(torch.bfloat16).float().numpy() - expected)
@@ -78,7 +78,7 @@ def test_records_hold_the_values_but_for_scales_that_are_rounded(tmp_path: Path,
 
 @STAYS
 def test_each_byte_of_a_file_counts(tmp_path: Path, kind: Kind) -> None:
-    """Changed codes, scales and mins give other values."""
+    """If a byte of codes, scales or mins changes, the values change."""
     blocks = tiny_gguf.random_blocks((1, 256), kind, 0)
     _, size = gguf.GGML_QUANT_SIZES[kind]
     (name,) = tensors = {"blk.0.attn_v.weight": blocks}
@@ -94,7 +94,7 @@ def test_each_byte_of_a_file_counts(tmp_path: Path, kind: Kind) -> None:
 
 
 def generator(tiny: Tiny, at: Path, family: str, kind: Kind, kinds: Mapping[str, Kind] = MappingProxyType({})) -> Path:
-    """The folder of a GGUF file: norms of a tiny checkpoint, and random matrices of the layers."""
+    """The folder of a GGUF file with random matrices in the layers. All other tensors are those of a tiny checkpoint."""
     folder = tiny(f"{family}_lm", **SHAPE)
     keys = Keys(folder / "config.json", json.loads((folder / "config.json").read_text()))
     tensors = tiny_gguf.converted(folder, family, 4, 2)
@@ -123,7 +123,7 @@ def test_the_same_model_as_dequantised(
 def test_types_of_other_widths_are_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V of the first layer is then multiplied separately from Q and K."""
+    """V of the first layer has another type than Q and K, so the engine multiplies with V separately."""
     folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)
@@ -153,7 +153,7 @@ def test_the_footprint_counts_what_is_there(
     values = footprint.num_quantized(config)
     counted = 2 * values - footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
     assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=False) == 0
-    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # of a pipeline
+    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # two stages of a pipeline
     assert 2 * values - counted == sum(footprint.bytes_saved(part, torch.bfloat16, on_gpu=True) for part in parts)
     rounded = 2 * values - footprint.bytes_saved(config, footprint.INT4, on_gpu=True)
     keep_on_a_cpu(monkeypatch)
@@ -167,7 +167,7 @@ def test_the_footprint_counts_what_is_there(
 
 
 def test_the_embedded_model_keeps_its_values() -> None:
-    """SmolLM2-135M in Q4_1, whose scales and mins are exact. Llama's rows of Q and K lie in another order in the file."""
+    """SmolLM2-135M is in Q4_1, so scales and mins are exact. The file has Llama's rows of Q and K in another order."""
     folder = resolve_model(EMBEDDED_GENERATOR)
     config, file = load_model_config(folder), GGUFWeights(folder / "model.gguf")
     assert config.quantization is not None
@@ -191,9 +191,9 @@ def test_a_file_without_blocks_is_not_quantised(tiny: Tiny, tmp_path: Path) -> N
 @STAYS
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: Kind) -> None:
-    """Steps of a few streams and prompts of many rows: as close to fp32 as the dequantised model in bf16.
+    """Steps of a few streams and prompts of many rows are as close to fp32 as the dequantised model in bf16.
 
-    Medians are compared: greedy decoding of random weights has ties, and after one the answers are other tokens.
+    The test compares medians: with random weights, greedy decoding has ties, and after a tie the answers have other tokens.
     """
     folder = generator(tiny, tmp_path, family, kind, MIXED)
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))

@@ -69,7 +69,7 @@ def test_smollm2_s_tensors_are_those_of_transformers() -> None:
 def test_smollm2_s_tokenizer_is_that_of_transformers() -> None:
     folder = resolve_model(EMBEDDED_GENERATOR)
     ours, theirs = Tokenizer.from_file(str(folder / "tokenizer.json")), reference(folder / "model.gguf")
-    # llama.cpp splits every digit off for this pre-tokenizer. transformers' conversion does not know it.
+    # For this pre-tokenizer llama.cpp makes each digit a part of its own. transformers' conversion does not know this rule.
     theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), theirs.pre_tokenizer])
     assert ours.get_vocab() == theirs.get_vocab()
     for text in TEXTS:

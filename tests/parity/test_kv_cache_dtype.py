@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, in fp32 on a CPU: the same answers for any division into passes, close to those of a whole cache."""
+"""Keys and values in 8 bits, in fp32 on a CPU: any division into passes gives the same answers, close to those of fp32."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,7 +73,7 @@ def test_log_probabilities_are_those_of_rounded_keys_and_values(
 def test_answers_are_the_same_however_passes_are_cut(
     generator: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The cases: chunks, a warm cache, two stages, speculation, and pages that were given up."""
+    """The cases are chunks, a warm cache, two stages, speculation, and streams that give up their pages."""
     folder = generator(kind)
     engine = load(folder, speculate=False)
     assert all(isinstance(each, Cache8) for each in engine.runner._cache.layers)  # type: ignore[union-attr]
@@ -95,7 +95,7 @@ def test_answers_are_the_same_however_passes_are_cut(
 
 
 def test_a_stream_goes_on_elsewhere_from_its_tokens(generator: Callable[..., Path]) -> None:
-    """The prompt and the answer so far are computed again, as after the death of a replica."""
+    """An engine computes the prompt and the answer so far again, as after the death of a replica."""
     folder = generator("qwen3_lm")
     prompt = prompts(LENGTHS)[1]
     (whole,) = ids(load(folder).generate([prompt], GREEDY))

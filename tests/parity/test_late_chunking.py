@@ -36,7 +36,7 @@ def sequence(length: int, seed: int = 0) -> TokenIds:
     return np.random.default_rng(seed).integers(5, 300, size=length).astype(np.int32)
 
 
-# Spans of texts of 30, 1, 64 and 9 tokens: side by side, all of it, overlapping, out of order and twice, none.
+# Texts of 30, 1, 64 and 9 tokens. Their spans: side by side; the whole text; overlapping, out of order and one twice; none.
 TEXTS = [sequence(length, seed) for seed, length in enumerate((30, 1, 64, 9))]
 SPANS: list[Spans] = [((0, 10), (10, 30)), ((0, 1),), ((3, 60), (0, 64), (63, 64), (5, 9), (3, 60)), ()]
 

@@ -1,4 +1,4 @@
-"""Matrices that stay in 4 bits give the results of the dequantised model. Also tests the accuracy of `--dtype int4`."""
+"""Matrices that stay in 4 bits give the results of the dequantised model. `--dtype int4` has small errors."""
 
 import logging
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def matrices(engine: Engine) -> list[Any]:
 
 
 def keep_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU keeps matrices in 4 bits in this test. Plain torch computes with them, in fp32."""
+    """In this test a CPU keeps matrices in 4 bits. Plain torch computes with them, in fp32."""
     monkeypatch.setattr(load, "has_four_bits", lambda device: True)
     monkeypatch.setattr(footprint, "keeps_four_bits", lambda config, dtype: True)
 
@@ -74,7 +74,7 @@ def test_the_same_model_as_dequantised(
         engine = Engine.load(folder, dtype="float32", device="cpu")
     assert four_bit_layers(engine) == 8
     assert f"{folder}: 14 matrices stay in 4 bits, none is dequantised" in caplog.text
-    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-3)  # scales in float16
+    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-3)  # scales are rounded to float16
 
 
 @pytest.mark.parametrize(("name", "reason"), [("gptq desc_act", "columns in another order"), ("ct int8", "another layout")])
@@ -108,7 +108,7 @@ def test_an_embedding_model_and_a_cpu_dequantise(tiny: Tiny, tmp_path: Path) -> 
 def test_the_footprint_counts_what_is_there(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, bits: float
 ) -> None:
-    """The real bytes are at most the estimate, which counts zeros that a checkpoint may not need."""
+    """The real bytes are at most the estimate. The estimate counts zeros, which a checkpoint may not need."""
     folder = generator(tiny, name, tmp_path)
     config = load_model_config(folder)
     values = footprint._shapes(config).num_quantized
@@ -162,8 +162,8 @@ not eat for days."""
 
 
 def test_a_real_models_text_costs_little_more_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2-135M is rounded from values of 4.5 bits. The loss is measured in nats for each token of a text."""
-    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # this test allows them on a CPU
+    """int4 rounds the values of SmolLM2-135M, which have 5 bits in its file. The loss is in nats for each token of a text."""
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # allows the dtype on a CPU
 
     def nats(dtype: Any) -> float:
         engine = Engine.load(EMBEDDED_GENERATOR, dtype=dtype, device="cpu")

@@ -51,9 +51,9 @@ def ids(answers: Sequence[Answer]) -> list[list[int]]:
     return [[token.id for token in answer.tokens] for answer in answers]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm"])  # stages do not depend on the family; one of these has windows
+@pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm"])  # stages do not depend on the family; gemma3 has windows
 def test_greedy_tokens_are_those_of_one_device(generator: Callable[..., Path], kind: str) -> None:
-    """Prompts whole and in chunks, with a cold and a warm cache, in two and three stages."""
+    """Prompts run whole and in chunks, with a cold and a warm cache, in two and three stages."""
     folder = generator(kind)
     expected = load(folder, 1).generate(prompts(LENGTHS), GREEDY)
     for count, budget in ((2, 4096), (3, 50)):

@@ -64,7 +64,7 @@ def test_greedy_tokens_in_fp32_are_those_of_one_gpu(folder_of: Callable[[str], P
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_in_16_bits_follow_the_model(folder_of: Callable[[str], Path], kind: str) -> None:
-    """Each token of the pipeline is nearly the likeliest by one GPU's own log-probabilities of the same text.
+    """Each token of the pipeline is nearly the likeliest one by the log-probabilities that one GPU gives for the same text.
 
     The tokens themselves may differ: the sum between two stages is rounded once more.
     """
@@ -73,7 +73,7 @@ def test_tokens_in_16_bits_follow_the_model(folder_of: Callable[[str], Path], ki
     assert isinstance(engine.runner, CudaPipeline)
     assert engine.max_graph_tokens > 0
     scored = SamplingOptions(max_tokens=0, prompt_logprobs=1)
-    for _ in range(3):  # eager, then from graphs, and with a warm cache
+    for _ in range(3):  # without graphs, then with graphs and a warm cache
         answers = ids(engine.generate(prompts(LENGTHS), GREEDY))
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts(LENGTHS), answers, strict=True)]
         for prompt, answer, score in zip(prompts(LENGTHS), answers, alone.generate(texts, scored), strict=True):
@@ -87,7 +87,7 @@ def test_tokens_in_16_bits_follow_the_model(folder_of: Callable[[str], Path], ki
 
 
 def test_a_stream_gets_the_same_tokens_alone_and_under_load(folder_of: Callable[[str], Path]) -> None:
-    """Tokens that a stage reads too early, or hidden states that are overwritten too early, would show."""
+    """If a stage read tokens too early, or overwrote hidden states too early, tokens would differ."""
     engine = load(folder_of("qwen3"), DEVICES, "bfloat16", pooling="last_token")
     assert isinstance(engine.runner, CudaPipeline)
     given = prompts([20 + 7 * index for index in range(64)])
@@ -114,13 +114,13 @@ def test_a_stream_gets_the_same_tokens_alone_and_under_load(folder_of: Callable[
         loop.stop()
     assert engine.pages is not None
     assert engine.pages.num_free == engine.pages.num_pages
-    # bf16 rounds differently in batches of other shapes, so some tokens differ. But nearly all answers begin with equal tokens.
+    # bf16 rounds differently in batches of other shapes, so some tokens differ. But most answers begin with the same tokens.
     alike = [one[:8] == other[:8] for one, other in zip(answers[1], answers[2], strict=True)]
     assert sum(alike) > 0.8 * len(alike)
 
 
 def test_an_earlier_stage_and_its_link_lose_nothing() -> None:
-    """Copies between GPUs while both compute on other streams."""
+    """Copies data between GPUs while both compute on other streams."""
     source, target = (torch.device(each) for each in DEVICES)
     for one, other in ((source, target), (target, source), (source, source)):
         computing, using = torch.cuda.Stream(one), torch.cuda.Stream(other)
@@ -149,7 +149,7 @@ def test_a_gpu_without_room_for_a_layer_is_named(folder_of: Callable[[str], Path
         "held = torch.empty(free - (256 << 20), dtype=torch.uint8, device='cuda:1');"
         "print('held', flush=True); sys.stdin.read()"
     )
-    # Another process: the engine limits what this one may take.
+    # Another process holds the memory, because the engine limits the memory of this process.
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"

@@ -24,13 +24,13 @@ from serve_app.cli.commands import cli
 
 Tiny = Callable[..., Path]
 IDS = prompts((3, 40, 17))
-# Blocks of 128 rows and columns end within a matrix of an FP8 checkpoint. In the other forms groups fill the matrix.
+# A matrix of an FP8 checkpoint ends within a block of 128 rows and columns. In the other forms groups fill the matrix.
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 256}
 KINDS = ("qwen3_lm", "qwen2_lm", "llama_lm", "mistral_lm", "gemma3_lm")
 
 
 def folders(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm", **options: Any) -> tuple[Path, Path]:
-    """(a checkpoint in this form, one with the same values in fp32)"""
+    """Returns: (a checkpoint in this form, a checkpoint with the same values in fp32)."""
     width = 320 if "blocks" in name else 256
     return quantize(tiny(kind, **SHAPE, intermediate_size=width), FORMS[name], at, **options)
 
@@ -131,7 +131,7 @@ def test_layers_in_8_bits_are_made_from_the_values(tiny: Tiny, tmp_path: Path) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMS)
 def test_a_gpu_dequantises_to_the_same_values(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """The matrices are above 1 MiB, so several threads copy their tensors."""
+    """The matrices have more than 1 MiB, so several threads copy their tensors."""
     shape = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 1, "max_position_embeddings": 256}
     folder, plain = quantize(tiny("qwen3_lm", **shape), FORMS[name], tmp_path)
     scheme, values = load_model_config(folder).quantization, load_file(plain / "model.safetensors")
@@ -143,7 +143,7 @@ def test_a_gpu_dequantises_to_the_same_values(tiny: Tiny, tmp_path: Path, name: 
 
 
 def every(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    """Changes this tensor of every matrix."""
+    """A function that applies `change` to this tensor of every matrix."""
 
     def apply(tensors: Tensors) -> None:
         names = [name for name in tensors if name.rpartition(".")[2] == part]
@@ -155,7 +155,7 @@ def every(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable
 
 
 def nibbles(words: torch.Tensor) -> np.ndarray:
-    """int32 [A, B] -> [A, 8 B], the lowest first."""
+    """int32 [A, B] -> [A, 8 B]. The lowest four bits come first."""
     fields = words.numpy().view(np.uint32)[:, :, None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
     return fields.reshape(len(words), -1).astype(np.int64)
 
@@ -170,7 +170,7 @@ def one_more(words: torch.Tensor) -> torch.Tensor:
 
 
 def rolled(tensor: torch.Tensor) -> torch.Tensor:
-    """The scales, each moved to its neighbour's place along the axis of the groups or blocks."""
+    """Moves each scale to the place of its neighbour along the axis of the groups or blocks."""
     return tensor.roll(1, 1 if tensor.shape[1] > 1 else 0)
 
 

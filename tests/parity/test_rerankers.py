@@ -20,8 +20,8 @@ from engine.options import EmbedOptions, EncodeOptions
 
 RAW = EmbedOptions(normalize=False)
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-WORDS = ["<think>", "</think>"]  # added, but not special, as in Qwen3's
-# Qwen2's and Qwen3's pattern: a space belongs to the word after it, and line ends belong to the text before them.
+WORDS = ["<think>", "</think>"]  # added tokens that are not special, as in Qwen3
+# The pattern of Qwen2 and Qwen3: a space belongs to the word after it, and line ends belong to the text before them.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PAIRS = [
     ("What is the capital of China?", "The capital of China is Beijing."),
@@ -53,7 +53,7 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def reranker(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like the first Qwen/Qwen3-Reranker-*: a language model. Only its name shows that it reranks."""
+    """A folder as in the first version of Qwen/Qwen3-Reranker-*: a language model. Only the name shows that it reranks."""
     made = tiny("qwen3_lm", not request.param, tie_word_embeddings=request.param, max_position_embeddings=1024)
     folder = tmp_path_factory.mktemp("hub") / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots" / "abc"
     shutil.copytree(made, folder)
@@ -63,7 +63,7 @@ def reranker(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path
 
 
 def model_card(folder: Path, pairs: list[tuple[str, str]], task: str | None, limit: int) -> tuple[list[list[int]], np.ndarray]:
-    """(ids, scores), computed as on the model card."""
+    """Returns: (ids, scores), computed with the code of the model card."""
     tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
@@ -103,7 +103,7 @@ def test_scores_are_those_of_the_model_card(reranker: Path, task: str | None) ->
 
 
 def test_the_rows_of_yes_and_no_are_subtracted_in_fp32(reranker: Path) -> None:
-    """In bf16 the error of our logits is no larger than transformers' error. With few pairs the errors differ by chance."""
+    """In bf16 the error of our logits is at most 1.5 times transformers' error. With few pairs the errors differ by chance."""
     pairs = [(f"{query} {number}", document) for number in range(4) for query, document in PAIRS]
     exact, low = (Engine.load(reranker, dtype=dtype, device="cpu") for dtype in ("float32", "bfloat16"))  # type: ignore[arg-type]
     sequences = exact.tokenizer.encode_pairs(pairs, EncodeOptions())
@@ -154,7 +154,7 @@ CHAT = (
 
 @pytest.fixture
 def saved(reranker: Path, tmp_path: Path) -> Path:
-    """A folder like the later ones: with a LogitScore module and a chat template for pairs, and with any name."""
+    """A folder as of later rerankers: it has a LogitScore module, a chat template for pairs, and any name."""
     body = shutil.copytree(reranker, tmp_path / "body")
     (body / "chat_template.jinja").write_text(CHAT)
     theirs = CrossEncoder(str(body), device="cpu", model_kwargs={"attn_implementation": "eager"})
@@ -164,7 +164,7 @@ def saved(reranker: Path, tmp_path: Path) -> Path:
 
 def test_a_logit_score_module_makes_a_reranker(saved: Path) -> None:
     theirs = CrossEncoder(str(saved), device="cpu", model_kwargs={"attn_implementation": "eager"})
-    engine = Engine.load(saved, dtype="float32", device="cpu", pooling="mean")  # ignored, as TEI does
+    engine = Engine.load(saved, dtype="float32", device="cpu", pooling="mean")  # as in TEI, the engine ignores this pooling
     assert engine.config.task == "reranker"
     sequences = engine.tokenizer.encode_pairs(PAIRS, EncodeOptions())
     ours = engine.launch(sequences, [RAW] * len(PAIRS)).wait().vectors[:, 0]
@@ -242,7 +242,7 @@ def test_only_a_silent_folder_of_the_name_is_a_reranker(reranker: Path, tmp_path
 def cross_encoder(tiny: Callable[..., Path], tmp_path: Path) -> Path:
     body = shutil.copytree(tiny("bert_classifier", id2label={"0": "relevant"}, label2id={"relevant": 0}), tmp_path / "body")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}
-    config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # as BertTokenizer has them
+    config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # the names of BertTokenizer
     (body / "tokenizer_config.json").write_text(json.dumps(config))
     theirs = CrossEncoder(str(body), device="cpu", model_kwargs={"attn_implementation": "eager"}, max_length=64)
     theirs.save(str(tmp_path / "saved"))
@@ -274,7 +274,7 @@ def test_modules_after_a_classifier_are_refused(cross_encoder: Path) -> None:
 
 
 def test_a_classifier_whose_pairs_go_through_a_chat_template(cross_encoder: Path) -> None:
-    """A folder like conversions of Qwen3-Reranker to a head for classification."""
+    """A folder as of a Qwen3-Reranker that is converted to a classification head."""
     path = cross_encoder / "sentence_bert_config.json"
     path.write_text(json.dumps({"modality_config": {"text": {}, "message": {"format": "flat"}}}))
     with pytest.raises(ModelError, match="pairs go through a chat template that is not Qwen3-Reranker's"):

@@ -1,4 +1,4 @@
-"""A model whose stages are processes of their own gives the tokens of one process in fp32. A stage that dies ends the engine."""
+"""A model with a process for each stage gives the tokens of one process in fp32. A stage that dies ends the engine."""
 
 import os
 import signal
@@ -65,10 +65,10 @@ def ids(answers: Sequence[Answer]) -> list[list[int]]:
 
 
 class TestThreeStages:
-    """A process has one ring at a time, so these tests share theirs."""
+    """A process has one ring at a time, so these tests share one engine."""
 
     def test_greedy_tokens_are_those_of_one_process(self, alone: Engine, three: Engine) -> None:
-        """Prompts in chunks, with a cold and a warm cache, and streams that end at a stop id."""
+        """Prompts run in chunks, with a cold and a warm cache. Some streams end at a stop id."""
         given = prompts(LENGTHS)
         expected = ids(alone.generate(given, GREEDY))
         for warm in (False, True):
@@ -138,7 +138,7 @@ SLOW = pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="tak
     ],
 )
 def test_a_stage_that_dies_or_falls_silent_ends_the_engine(folder: Path, fault: signal.Signals, most_s: float) -> None:
-    """The second of three stages. Every stream hears of it, and the other stages end."""
+    """The second of three stages fails. Every stream gets an error, and the other stages end."""
     with spawned(2) as later:
         engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=4096, later=later)
         loop = EngineLoop(engine, engine.max_batch_tokens)

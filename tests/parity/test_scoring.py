@@ -77,7 +77,7 @@ def check(tokens: Sequence[Token] | None, ids: Sequence[int], expected: torch.Te
         assert token.logprob == pytest.approx(row[token.id].item(), abs=atol)
         np.testing.assert_allclose([value for _, value in token.top], row.topk(3).values, atol=atol)
         np.testing.assert_allclose([row[each] for each, _ in token.top], row.topk(3).values, atol=atol)
-        assert all(value == token.logprob for each, value in token.top if each == token.id)  # the same float
+        assert all(value == token.logprob for each, value in token.top if each == token.id)  # one token has one value
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +100,7 @@ def test_prompts_have_transformers_log_probabilities(
             engine.pages.check_integrity()
             assert engine.pages.num_free == engine.pages.num_pages
         (later,) = engine.generate([prompts(LENGTHS)[4]], SamplingOptions(max_tokens=1))
-        assert later.num_cached_tokens == PAGE_SIZE  # scored prompts leave their pages to others
+        assert later.num_cached_tokens == PAGE_SIZE  # other streams can reuse the pages of a scored prompt
 
 
 def test_prompts_are_scored_beside_others(generator: Callable[[str], Path]) -> None:
@@ -139,7 +139,7 @@ def test_a_stream_that_gave_up_its_pages_is_scored_once(
 
     monkeypatch.setattr(Stream, "give_back", spy)
     monkeypatch.setattr(Stream, "accept_scores", count)
-    engine = load(folder, cache_tokens=9 * PAGE_SIZE)  # each prompt fits, and one answer
+    engine = load(folder, cache_tokens=9 * PAGE_SIZE)  # room for all prompts and one answer
     answers = engine.generate(given, replace(SCORE, max_tokens=64, temperature=0.0))
     assert preempted
     assert sum(scored) == 8 * 119
@@ -219,7 +219,7 @@ def their_smollm2() -> Any:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     model.to_empty(device="cpu").load_state_dict({name: weights.tensor(name) for name in weights.names}, strict=False)
     model.tie_weights()
-    model.model.rotary_emb.__init__(model.config)  # its buffers are in no file
+    model.model.rotary_emb.__init__(model.config)  # the file does not have its buffers
     return model.float()
 
 
@@ -238,7 +238,7 @@ def test_smollm2_scores_a_text_as_transformers_does(smollm2: Engine, their_smoll
 
 
 class OnlyModel:
-    """The models of an API with one model. Keeps the prompts that it computes."""
+    """The models of an API with one model. Keeps the prompts that the model computes."""
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         info = ModelInfo("smollm2", "smollm2", "float32", "cpu", "last_token", 0, 8192, 512, 0, task="generation")
@@ -295,4 +295,4 @@ def test_decisions_are_transformers_probabilities_of_the_labels(smollm2: Engine,
     assert choice["choice"] == str(np.argmax(told[2]))
     usage = answer.json()["usage"]
     assert usage["input_tokens"] == sum(map(len, backend.prompts))
-    assert usage["input_tokens_details"]["cached_tokens"] == 2 * PAGE_SIZE  # of a page each
+    assert usage["input_tokens_details"]["cached_tokens"] == 2 * PAGE_SIZE  # one page for each of two questions

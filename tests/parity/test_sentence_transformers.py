@@ -32,7 +32,7 @@ SCRIPTS = [
 
 
 def varied_texts() -> list[str]:
-    """200 texts in many scripts, from one token to many more than the model's 256."""
+    """200 texts in many scripts, from one token to far more than the model's limit of 256 tokens."""
     rng = np.random.default_rng(7)
     texts = ["a", "!", "  leading and trailing space  ", "one\n\ntwo"]
     while len(texts) < 196:
@@ -68,7 +68,7 @@ def test_vectors_equal_sentence_transformers(minilm: Path, reference: np.ndarray
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
 
 
-# In bf16 both are rounded, each to 0.9999 of float32. A CPU with AMX uses different products for one text and for many.
+# In bf16 both vectors are rounded, each to a cosine of 0.9999 with float32. A CPU with AMX computes one text differently.
 @pytest.mark.parametrize(("dtype", "least"), [("float32", 0.99999), ("bfloat16", 0.9998)])
 def test_a_text_alone_equals_the_text_in_company(minilm: Path, dtype: str, least: float, device: str) -> None:
     engine = Engine.load(minilm, dtype=dtype, device=device)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_dimensions_are_cut_then_normalised(minilm: Path, device: str) -> None:
     np.testing.assert_allclose(cut, expected, atol=1e-6)
 
 
-# Widths and activations of the Dense layers after the hidden size of 128. A width that is not a multiple of 8 uses other code.
+# The Dense layers after a hidden size of 128. A width that is not a multiple of 8 takes another code path.
 DENSE: dict[str, list[tuple[int, bool, nn.Module]]] = {
     "as embeddinggemma": [(192, False, nn.Identity()), (48, False, nn.Identity())],
     "as LaBSE": [(64, True, nn.Tanh())],
@@ -99,7 +99,7 @@ WORDS = ["w1 w2 w3", "w9", "w200 w5 w77 " * 20, "w17 w4 nothing w8", "w30 " * 7]
 
 def _transformer(folder: Path, tmp_path: Path) -> Transformer:
     body = shutil.copytree(folder, tmp_path / "body")
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # kept as it is, not rebuilt
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # this class rebuilds no tokenizer
     (body / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return Transformer(str(body))
 
@@ -109,7 +109,7 @@ def with_dense(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_pa
     def save(kind: str, pooling: str) -> Path:
         torch.manual_seed(0)
         modules: list[Any] = [_transformer(tiny(kind, hidden_size=128), tmp_path), Pooling(128, pooling_mode=pooling)]
-        width = 128  # four heads of 32, which our attention takes on a GPU
+        width = 128  # four heads of 32: our attention takes them on a GPU
         for out, bias, activation in DENSE[request.param]:
             modules.append(Dense(width, out, bias, activation))
             width = out

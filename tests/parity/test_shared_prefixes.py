@@ -1,4 +1,4 @@
-"""Sequences that share a prefix's computation get the same vectors as alone, in fp32 on the CPU."""
+"""Sequences that share the computation of a prefix get the same vectors as alone, in fp32 on the CPU."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def engine(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Engine:
 
 
 def texts() -> list[TokenIds]:
-    """Two groups, texts that add one token to a prefix, a text that equals a prefix, and other texts, in random order."""
+    """Texts of two groups in random order. Some add one token to a prefix, one equals a prefix, and others have no prefix."""
     rng = np.random.default_rng(0)
 
     def ids(length: int) -> TokenIds:
@@ -53,7 +53,7 @@ def texts() -> list[TokenIds]:
 
 @pytest.fixture
 def computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each pass of the test."""
+    """The number of tokens of each pass in the test."""
     forward, passes = engine.model.forward, list[int]()
 
     def counting(batch: PackedBatch, *more: Any) -> torch.Tensor:

@@ -30,7 +30,7 @@ def ids(engine: Engine) -> list[list[int]]:
 
 
 def assert_likely(engine: Engine, answers: list[list[int]]) -> None:
-    """Each token is nearly the likeliest one by the scores of the same text, which no CUDA graph computes.
+    """Each token is nearly the likeliest one by the scores of the same text. No CUDA graph computes these scores.
 
     The tokens of two runs may differ: bf16 rounds differently in passes of other shapes.
     """
@@ -77,7 +77,7 @@ def test_a_generating_engine_sleeps_and_wakes() -> None:
     graphs = len(engine.runner.graphs)
     assert graphs
     weights = tensors_of(engine.network)
-    copies = [each.cpu() for each in weights]  # the engine limits what this process takes of the GPU
+    copies = [each.cpu() for each in weights]  # on the CPU: the engine limits this process's GPU memory
     assert engine._sleeper is not None
     held = engine._sleeper.held_bytes(engine.device)
     assert held > 500 << 20
@@ -86,10 +86,10 @@ def test_a_generating_engine_sleeps_and_wakes() -> None:
         assert engine._sleeper.held_bytes(engine.device) == 0
         assert engine.pages is not None
         engine.pages.check_integrity()
-        others = Block(held, torch.device("cuda", 0))  # another program's block, in the memory of the weights
+        others = Block(held, torch.device("cuda", 0))  # as another program that gets the memory of the weights
         others.bytes.fill_(255)
         del others
-        for _ in range(2):  # without cached prefixes, and with them
+        for _ in range(2):  # first without cached prefixes, then with them
             assert_likely(engine, ids(engine))
         assert not engine.asleep
         assert len(engine.runner.graphs) >= graphs

@@ -17,7 +17,7 @@ from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.stream import Answer
 
 GREEDY = SamplingOptions(max_tokens=96, temperature=0.0)
-# Models with random tied word embeddings repeat a few words. So most proposals of greedy answers are right, few of sampled ones.
+# Models with random tied word embeddings repeat a few words. So most proposals are right in greedy answers, few in others.
 OPTIONS = {
     "greedy": GREEDY,
     "sampled": replace(GREEDY, temperature=1.0, seed=3),
@@ -106,7 +106,7 @@ CODE = '''def area_of(shape):
 
 
 def test_smollm2_copies_code_in_half_of_the_passes() -> None:
-    """It also continues after the first half of the answer, as after the death of a replica."""
+    """The engine also continues after the first half of the answer, as after the death of a replica."""
     engine = Engine.load(resolve_model(EMBEDDED_GENERATOR), dtype="float32", device="cpu")
     assert engine.prompts is not None
     prompt = engine.prompts.encode_chat([{"role": "user", "content": f"Copy this text word for word:\n\n{CODE}"}])

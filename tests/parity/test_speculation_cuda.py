@@ -1,4 +1,4 @@
-"""Speculation on a GPU changes no greedy answer in fp32, and gives likeliest tokens in bf16. Its passes run as CUDA graphs."""
+"""Speculation on a GPU changes no answer in fp32, and gives the likeliest tokens in bf16. Its passes run as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,7 +44,7 @@ def folder_of(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
 def load(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     def make(kind: str, dtype: Any) -> Engine:
         engine = Engine.load(folder_of(kind), dtype=dtype, device="cuda")
-        torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs some of the card, too
+        torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs a part of the card's memory, too
         return engine
 
     yield make
@@ -71,7 +71,7 @@ def test_answers_in_fp32_are_those_without_speculation(load: Callable[..., Engin
             engine.speculate = False
             plain, none, _, _ = run(engine, part, options)
             assert none == 0
-            # In fp32 a pass has at most four rows. Two streams share them, so there is no room for a proposal.
+            # In fp32 speculation uses at most four rows of a pass. Two streams share them: too few rows for a proposal.
             assert accepted > 50 or options is SAMPLED or len(part) > 1
             assert [ids(answer.tokens) for answer in ours] == [ids(answer.tokens) for answer in plain]
 
@@ -113,7 +113,7 @@ def test_greedy_answers_in_bf16_are_the_likeliest_and_run_as_graphs(
 def test_streams_speculate_beside_others_in_the_engines_own_loop(
     folder_of: Callable[[str], Path], load: Callable[..., Engine]
 ) -> None:
-    """Sampled answers run ahead. Greedy ones speculate. Some callers leave."""
+    """Sampled answers run ahead. Greedy answers speculate. Some callers leave."""
     engine = load("qwen3_lm", "bfloat16")
     reports: list[BatchReport] = []
     loop = EngineLoop(engine, engine.max_batch_tokens, 1, reports.append, max_batch_seqs=engine.max_batch_seqs)

@@ -1,4 +1,4 @@
-"""SPLADE against transformers' masked-LM logits and sentence-transformers' SparseEncoder, in fp32 on tiny random checkpoints."""
+"""SPLADE against transformers' masked-LM logits and sentence-transformers' SparseEncoder, in fp32 on tiny checkpoints."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def sequences(lengths: list[int] = LENGTHS) -> list[np.ndarray]:
 
 
 def reference(folder: Path, batch: list[np.ndarray]) -> torch.Tensor:
-    """Vectors by the definition, with all texts padded to the longest one and the padding masked."""
+    """Vectors by the definition. Texts are padded to the longest one, and a mask excludes the padding."""
     model = transformers.AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     ids, mask = (torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long) for _ in range(2))
     ids[:] = model.config.pad_token_id if model.config.pad_token_id is not None else 0
@@ -74,13 +74,13 @@ def test_vectors_equal_transformers(folder: Path, lengths: list[int], device: st
         assert entries.dtype == SPARSE
         assert entries["index"].tolist() == np.flatnonzero(vector).tolist()
         np.testing.assert_array_equal(entries["value"], vector[vector > 0])
-        assert len(entries) < vector.size or lengths[row] > 1  # with one token, a random head gives some words a weight of 0
+        assert len(entries) < vector.size or lengths[row] > 1  # for one token, a random head gives weight 0 to some words
 
 
 def test_logits_of_a_few_tokens_at_a_time_give_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, batch = Engine.load(folder, dtype="float32", device="cpu", pooling="splade"), sequences()
     whole = engine.launch(batch, [RAW] * len(batch)).wait().vectors
-    monkeypatch.setattr(splade, "CHUNK_BYTES", 10 * 304 * 4)  # ten tokens; two vectors
+    monkeypatch.setattr(splade, "CHUNK_BYTES", 10 * 304 * 4)  # steps of ten tokens, and of two vectors
     np.testing.assert_allclose(engine.launch(batch, [RAW] * len(batch)).wait().vectors, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_options_hold_for_wide_vectors_too(tiny: Callable[..., Path]) -> None:
 
 
 def test_a_head_that_is_stored_twice_is_the_tied_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """Old versions of transformers saved the decoder beside its tied table, and one bias under two names."""
+    """Old versions of transformers saved the decoder beside the equal word embeddings, and its bias under another name."""
     folder = shutil.copytree(tiny("bert_lm"), tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
@@ -131,7 +131,7 @@ def test_a_pass_has_so_many_sequences_that_their_vectors_fit(tiny: Callable[...,
 def saved(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path: Path) -> tuple[Path, SparseEncoder]:
     body = shutil.copytree(tiny("bert_lm"), tmp_path / "body")
     shutil.rmtree(body / "1_Pooling")
-    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # kept as it is, not rebuilt
+    tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}  # this class rebuilds no tokenizer
     (body / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     modules = [Transformer(str(body), transformer_task="fill-mask"), SpladePooling(activation_function=request.param)]
     theirs = SparseEncoder(modules=modules, device="cpu")
@@ -160,7 +160,7 @@ def test_a_sparse_encoders_keys_are_honoured_or_refused(saved: tuple[Path, Spars
             load_model_config(folder)
         assert str(path) in str(caught.value)
     path.write_text(json.dumps(given | {"word_embedding_dimension": 300}))
-    modules = [{"type": "sentence_transformers.sparse_encoder.models.MLMTransformer", "path": ""}]  # of older versions
+    modules = [{"type": "sentence_transformers.sparse_encoder.models.MLMTransformer", "path": ""}]  # the type of older versions
     modules += [{"type": "sentence_transformers.sparse_encoder.models.SpladePooling", "path": "1_SpladePooling"}]
     (folder / "modules.json").write_text(json.dumps(modules))
     for config in (load_model_config(folder), load_model_config(folder, "splade")):

@@ -150,7 +150,7 @@ def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
     return Engine.load(folder, dtype="float32", device=request.param)
 
 
-@lru_cache(maxsize=2)  # for one folder, because all tests of a folder run before those of the next
+@lru_cache(maxsize=2)  # two dtypes of one folder: all tests of a folder run before those of the next
 def transformers_model(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Any:
     model = transformers.AutoModel.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval().to(device)
@@ -205,7 +205,7 @@ def test_bidirectional_qwen3_follows_the_checkpoint(tiny: Callable[..., Path]) -
     assert not both.config.causal
     first, other_end = sequences([20])[0], sequences([20])[0]
     other_end[-1] = 299 if first[-1] != 299 else 298
-    # Only without the causal mask does the first token see the last.
+    # The first token sees the last token only without the causal mask.
     assert torch.equal(*(causal.forward(causal.packer.pack([ids]))[0] for ids in (first, other_end)))
     assert not torch.allclose(*(both.forward(both.packer.pack([ids]))[0] for ids in (first, other_end)))
 

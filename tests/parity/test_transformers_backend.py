@@ -1,4 +1,4 @@
-"""`backend="transformers"`: other architectures in our batches equal plain transformers. A folder's own code runs if trusted."""
+"""`backend="transformers"`: other architectures in our batches equal plain transformers. A folder's code runs if trusted."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ _SHAPE = {
 _T5 = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 _FNET = {key: value for key, value in _SHAPE.items() if key != "num_attention_heads"}
 _GPT2 = {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-# (the configuration, the class that is saved, the class that computes, whether padding changes its vectors)
+# (the configuration, the class that is saved, the class that computes, whether padding changes the vectors)
 KINDS: dict[str, tuple[Any, str, str, bool]] = {
     "electra with a head": (
         transformers.ElectraConfig(**_SHAPE, embedding_size=32),
@@ -232,7 +232,7 @@ class OwnModel(PreTrainedModel):
 
 @pytest.fixture
 def with_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Any]:
-    """A folder with its own modelling file, and the network that it saved."""
+    """A folder with a modelling file of its own, and the network that is saved in the folder."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     namespace: dict[str, Any] = {"__name__": "own"}
     exec(OWN_CODE.format(name=tmp_path.name), namespace)

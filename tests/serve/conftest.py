@@ -25,13 +25,13 @@ from serve_app.settings import Settings
 
 @pytest.fixture(scope="session")
 def grpc_port() -> int:
-    """The port of the same HAProxy for gRPC, when `address` exists."""
+    """The gRPC port of the HAProxy that `address` starts."""
     return free_port()
 
 
 @pytest.fixture(scope="session")
 def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file with the log lines of all replicas and gateways, in place of the command's stderr."""
+    """The file with the log lines of all replicas and gateways. The command would write these lines to stderr."""
     file = tmp_path_factory.mktemp("log") / "stderr"
     file.touch()
     return file
@@ -39,17 +39,17 @@ def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def address(grpc_port: int, server_log: Path) -> Iterator[str]:
-    """Ray and Ray Serve, with HAProxy listening at this address."""
+    """Starts Ray and Ray Serve. HAProxy listens at this address."""
     port = free_port()
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     os.environ["RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"] = str(
         30000 + 200 * worker
-    )  # the Ray of each worker has its own replicas
+    )  # each pytest worker has its own Ray, whose replicas need other ports
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]  # Ray's workers import servers.py
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     os.environ[logs.VARIABLE] = str(server_log)
     with local_ray(num_cpus=8), pytest.MonkeyPatch.context() as patched:
-        # Serve's client asks once a second whether an application runs or is gone.
+        # By default Serve's client asks only once a second whether an application runs or is gone.
         patched.setattr("ray.serve._private.client.CLIENT_POLLING_INTERVAL_S", 0.1)
         http, grpc = {"host": "127.0.0.1", "port": port}, Settings(grpc_port=grpc_port).grpc_options
         serve.start(proxy_location="HeadOnly", http_options=http, **grpc)
@@ -58,7 +58,7 @@ def address(grpc_port: int, server_log: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def deployed_together(address: str) -> DeployTogether:
-    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes within the block."""
+    """`with deployed_together({prefix: (server, settings), ...}) as clients:` serves MiniLM at all prefixes in the block."""
 
     @contextmanager
     def deploy(
@@ -70,7 +70,7 @@ def deployed_together(address: str) -> DeployTogether:
             serve.delete(names[prefix])  # waits for the end of an earlier application with this name
             args = ModelArgs(model=EMBEDDED_MODEL, settings=Settings(num_threads=1, dtype="float32", **settings))
             targets.append(serve.RunTarget(bind(args, server, **(options or {})), names[prefix], prefix))
-        serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
+        serve.run_many(targets)  # starts all at once: a start mostly imports modules, on a core of its own
         with ExitStack() as stack:
             clients = {prefix: stack.enter_context(httpx.Client(base_url=address + prefix, timeout=120)) for prefix in variants}
             for client in clients.values():
@@ -138,7 +138,7 @@ def clustered(address: str) -> Clustered:
             targets.append(serve.RunTarget(gateway.build(gateway_args), "gateway" + prefix.strip("/"), prefix))
             for target in targets:
                 stack.callback(serve.delete, target.name, _blocking=False)
-            serve.run_many(targets)  # at once: most of a start is imports, for which there are other cores
+            serve.run_many(targets)  # starts all at once: a start mostly imports modules, on a core of its own
             with httpx.Client(base_url=address + prefix, timeout=120) as client:
                 wait_until_routed(client)
                 yield client
@@ -157,6 +157,6 @@ def wait_until_routed(client: httpx.Client) -> None:
 
 @pytest.fixture(scope="session")
 def client(deployed: Deploy) -> Iterator[httpx.Client]:
-    """MiniLM in fp32 at `/` with small limits. All tests that only send requests share it."""
+    """MiniLM in fp32 at `/` with small limits. All tests that only send requests share this server."""
     with deployed("/", max_client_batch_size=64, payload_limit=2_000_000) as shared:
         yield shared

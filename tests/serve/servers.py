@@ -1,4 +1,4 @@
-"""Server classes with engines that are slow or broken on purpose, to test behaviour that a fast engine hides."""
+"""Server classes with engines that are slow or broken on purpose. A fast engine would hide the behaviour under test."""
 
 import logging
 import os
@@ -26,10 +26,11 @@ from serve_app.replica.watched import WatchedModel
 
 log = logging.getLogger("serve_app.servers")
 
-Deploy = Callable[..., Any]  # the fixtures `deployed`, `deployed_together` and `clustered`
+Deploy = Callable[..., Any]  # the types of the fixtures `deployed`, `deployed_together` and `clustered`
 DeployTogether = Callable[..., Any]
 Clustered = Callable[..., Any]
-MARKER = "EMBERFORGE_TEST_MARKER"  # a file's name, in the environment of a `DyingPool` or `HangingServer`
+# The environment variable with the path of a file (`DyingPool`, `HangingServer`) or of a folder (`KilledPool`, `KilledServer`).
+MARKER = "EMBERFORGE_TEST_MARKER"
 
 
 class SlowEngine(Engine):
@@ -44,7 +45,7 @@ class SlowEngine(Engine):
 
 
 class HangingEngine(Engine):
-    """The first sequence with id 14 that any replica gets never ends."""
+    """The first pass with token id 14 in any replica takes an hour. Later passes are normal."""
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -55,7 +56,7 @@ class HangingEngine(Engine):
 
 
 class PoisonEngine(Engine):
-    """A sequence with id 13 gives NaN. A sequence with id 14 makes the whole forward pass fail."""
+    """A sequence with token id 13 gives NaN. A sequence with token id 14 makes the whole forward pass fail."""
 
     def launch(
         self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: tuple[OutputName, ...] = ()
@@ -138,7 +139,7 @@ class KilledServer(ModelServer):
 
 
 def _first(marker: str) -> bool:
-    """Whether this is the first call of all processes."""
+    """Whether this is the first call with this marker in all processes."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

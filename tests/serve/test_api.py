@@ -129,7 +129,7 @@ def test_info_health_and_models(client: httpx.Client) -> None:
 
 def test_metrics_count_what_happened(client: httpx.Client) -> None:
     def values() -> list[float]:
-        """Values of this server's replica in the metrics of the node, which may be 0.1 s old."""
+        """Values of this server's replica in the metrics of the node. The values may be 0.1 s old."""
         names = ("inputs_total", "tokens_total", "queue_tokens", "requests_in_flight")
         text = client.get("metrics").text
         found = [re.search(rf'^emberforge_{name}{{[^}}]*pool="root"[^}}]*}} (\S+)$', text, re.M) for name in names]

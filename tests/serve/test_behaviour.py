@@ -55,14 +55,14 @@ def test_requests_that_wait_share_the_next_batch(variants: dict[str, httpx.Clien
         assert {answer.status_code for answer in answers} == {200}
         assert (
             metric(client, "batch_seconds_count") - before <= 8
-        )  # 20 requests of 4 tokens, budget 64, and the races at the start
+        )  # 20 requests of 4 tokens fill two batches of 64; the first requests may run alone
 
 
 def test_a_client_that_leaves_while_queued_is_never_computed(variants: dict[str, httpx.Client]) -> None:
     client = variants["/slow"]
     with ThreadPoolExecutor(4) as pool:
         computed, cancelled = metric(client, "tokens_total"), metric(client, "cancelled_requests_total")
-        running = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(3)]  # three batches of 52
+        running = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(3)]  # 3 batches of 52 tokens
         wait_for(lambda: metric(client, "requests_in_flight") >= 3)
         leave_at_once(client, {"inputs": "leaving " * 40})
         wait_for(lambda: metric(client, "cancelled_requests_total") == cancelled + 1)
@@ -152,7 +152,7 @@ def test_a_redeploy_under_load_loses_no_request(deployed: Deploy) -> None:
 
 
 def states(application: str) -> dict[str, int]:
-    """The number of replicas of the only deployment, by state."""
+    """The number of replicas of the application's only deployment, by state."""
     (deployment,) = serve.status().applications[application].deployments.values()
     return {str(state): count for state, count in deployment.replica_states.items()}
 
@@ -162,7 +162,7 @@ def redeployed_under_load(
     asker: Callable[[httpx.Client], AbstractContextManager[Callable[[], int]]],
     limit: Callable[[httpx.Client], int],
 ) -> set[int]:
-    """The answers of four clients while the application `again` is replaced by one with another `limit`."""
+    """The answers of four clients while an application with another `limit` replaces the application `again`."""
     answers: list[int] = []
     stop = threading.Event()
 
@@ -196,21 +196,21 @@ def test_a_replica_whose_engine_hangs_says_so_and_is_replaced(deployed: Deploy, 
         def health() -> int:
             try:
                 return client.get("health").status_code
-            except httpx.HTTPError:  # its process is being killed
+            except httpx.HTTPError:  # the replica's process is being killed
                 return 0
 
         def hang() -> None:
-            """Gets some end: the next replica's vector if HAProxy sends the request there, an error, or a closed connection."""
+            """Ends in any way: with the vector of the next replica, with an error, or with a closed connection."""
             with suppress(httpx.RemoteProtocolError):
                 client.post("embed", json={"inputs": [[101, 14, 102]]}, timeout=90)
 
         hanging = pool.submit(hang)
         wait_for((tmp_path / "hung").exists)
-        assert health() == 200  # so far the pass may only be a long one
+        assert health() == 200  # a healthy pass may take as long as this one so far
         wait_for(lambda: health() == 503, 180)
         wait_for(lambda: health() == 200, 180)
         assert client.post("embed", json={"inputs": [[101, 14, 102]]}).status_code == 200
-        hanging.result(1)  # the request has ended, although it has no timeout
+        hanging.result(1)  # the hanging request has ended, too
 
 
 @pytest.mark.parametrize("model", ["nowhere", "all-MiniLM-L6-v2", None])

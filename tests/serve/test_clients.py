@@ -53,7 +53,7 @@ def test_cohere(client: httpx.Client, expected: np.ndarray) -> None:
 
 
 def test_huggingface_hub(client: httpx.Client, expected: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # else its client refuses even loopback
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # otherwise its client refuses even loopback
     hub = InferenceClient(model=str(client.base_url))
     np.testing.assert_allclose(hub.feature_extraction("hello world"), expected[:1], atol=1e-6)
     cut = hub.feature_extraction("hello world", normalize=True, truncate=True, truncation_direction="left")

@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 
 def _take_terminal() -> None:
-    """Makes standard input the controlling terminal, so that Ctrl-C is a signal to the whole foreground group."""
+    """Makes standard input the controlling terminal. Then Ctrl-C sends a signal to the whole foreground group."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -139,10 +139,10 @@ BAD_ARGUMENTS = [
 
 @pytest.fixture(scope="module")
 def ended() -> dict[tuple[str, ...], "subprocess.CompletedProcess[str]"]:
-    """The end of `emberforge serve` with each of the bad arguments. As many commands run at once as there are cores."""
+    """Runs `emberforge serve` with each of the bad arguments until its end. One command per core runs at a time."""
 
     def serve(arguments: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
-        command = [EMBERFORGE, "serve", "--port", str(free_port()), *arguments]  # a server may have the default port
+        command = [EMBERFORGE, "serve", "--port", str(free_port()), *arguments]  # another server may use the default port
         return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
 
     each = [arguments for arguments, _ in BAD_ARGUMENTS]

@@ -51,7 +51,7 @@ def http(address: str) -> Iterator[httpx.Client]:
     applications.append(serve.RunTarget(gateway.build(GatewayArgs.model_validate(front["args"])), "planned", PREFIX))
     serve.run_many(applications)
     with httpx.Client(base_url=address + PREFIX, timeout=60) as client:
-        wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of it a moment later
+        wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of the application a moment later
         wait_for(lambda: {each["state"] for each in client.get("v1/models").json()["data"]} == {"ready"})
         yield client
     for each in applications:
@@ -137,7 +137,7 @@ def test_a_prompt_is_scored(sdk: openai.OpenAI) -> None:
     told = complete(sdk, echo=True, logprobs=1, max_tokens=0).choices[0]
     assert (told.text, "".join(told.logprobs.tokens), told.finish_reason) == (COUNT, COUNT, "length")
     assert told.logprobs.token_logprobs[0] is None
-    assert told.logprobs.token_logprobs[-1] == max(told.logprobs.top_logprobs[-1].values())  # the comma
+    assert told.logprobs.token_logprobs[-1] == max(told.logprobs.top_logprobs[-1].values())  # the last comma is likeliest
 
 
 def test_decisions(sdk: openai.OpenAI) -> None:
@@ -207,7 +207,7 @@ def test_one_address_serves_both_models(http: httpx.Client, sdk: openai.OpenAI) 
     assert http.get("info", params={"model": EMBEDDED_GENERATOR}).json()["model_type"] == {"generation": {}}
     assert http.get("info", params={"model": "nope"}).status_code == 404
     assert len(sdk.embeddings.create(model=EMBEDDED_MODEL, input="x").data[0].embedding) == 384
-    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # without a name, the first model that can
+    assert len(http.post("embed", json={"inputs": "x"}).json()[0]) == 384  # without a name, the first model that embeds answers
     assert http.post("v1/completions", json={"prompt": COUNT, "max_tokens": 1}).json()["model"] == EMBEDDED_GENERATOR
     replicas = {f'emberforge_pool_replicas{{model="{name}",pool="{pool}"}} 1.0' for name, pool in POOLS.items()}
     assert replicas <= set(http.get("metrics").text.splitlines())

@@ -113,13 +113,13 @@ def test_the_headers_reach_the_pools(two_models: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that exists when a `DyingPool` has died."""
+    """The path of the file that a `DyingPool` makes when it dies."""
     return tmp_path_factory.mktemp("dying") / "died"
 
 
 @pytest.fixture(scope="module")
 def troubled(clustered: Clustered, died: Path) -> Iterator[httpx.Client]:
-    """A gateway over models whose pools are slow or fail. One gateway for all takes fewer starts than one for each test."""
+    """A gateway over models whose pools are slow or fail. All tests share it, so it starts only once."""
     pools = {
         "split": {"split.a": SlowPool, "split.b": SlowPool},
         "dying": {"dying": DyingPool},
@@ -128,7 +128,7 @@ def troubled(clustered: Clustered, died: Path) -> Iterator[httpx.Client]:
         "leave": {"leave": SlowPool},
     }
     env = {MARKER: str(died)}
-    # A pass is one text of 64 tokens in 0.25 s. At 3,000 tokens/s a split would not be worth it after a long first pass.
+    # A pass has one text of 49 tokens and takes 0.25 s. With 3,000 tokens/s a gateway would not split after a long first pass.
     rates = {"split.a": 200.0, "split.b": 200.0}
     with clustered("/troubled", pools, replicas={"dying": (2, 2)}, env=env, rates=rates) as gate:
         wait_for(lambda: all(each["replicas"] for model in pools for each in pools_of(gate, model)))
@@ -199,7 +199,7 @@ def test_a_client_that_leaves_the_gateway_frees_the_pool(troubled: httpx.Client)
     with ThreadPoolExecutor(4) as threads:
         running = threads.submit(troubled.post, "embed", json={"inputs": ["word " * 50] * 4, "model": "leave"})  # four passes
         wait_for(lambda: metric(troubled, "requests_in_flight") == 1)
-        leave_at_once(troubled, {"inputs": ["leaving " * 40] * 40, "model": "leave"})  # forty more, ten seconds
+        leave_at_once(troubled, {"inputs": ["leaving " * 40] * 40, "model": "leave"})  # forty more passes take ten seconds
         start = time.monotonic()
         assert running.result().status_code == 200
         assert troubled.post("embed", json={"inputs": "next", "model": "leave"}).status_code == 200
@@ -241,6 +241,6 @@ def test_replicas_follow_the_load_and_no_request_is_lost(clustered: Clustered) -
             try:
                 wait_for(lambda: replicas() == 3, 240)
             finally:
-                ended.set()  # without this the threads would send requests for ever
+                ended.set()  # without this call the threads would send requests for ever
         wait_for(lambda: replicas() == 1, 240)
         assert set(statuses) == {200}

@@ -1,4 +1,4 @@
-"""A short form of the fuzzer and of the soak (`loadtests/`): no answer is wrong, and no memory or process is left."""
+"""A short run of the fuzzer and of the soak (`loadtests/`): no answer is wrong, and no memory or process is left behind."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def site(address: str, grpc_port: int) -> Iterator[Site]:
     serve.run_many(applications)
     site = Site(int(address.rpartition(":")[2]), grpc_port, PREFIX, GATEWAY)
     with httpx.Client(base_url=address + PREFIX, timeout=60) as client:
-        wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of it a moment later
+        wait_for(lambda: client.get("health").status_code == 200)  # HAProxy learns of the application a moment later
         wait_for(lambda: {each["state"] for each in client.get("v1/models").json()["data"]} == {"ready"})
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         info = channel.unary_unary("/tei.v1.Info/Info")
@@ -52,7 +52,7 @@ def _answers(info: grpc.UnaryUnaryMultiCallable) -> bool:
 
 
 def count() -> dict[Key, Usage]:
-    """Counts the processes of this file's applications."""
+    """The usage of the processes of this file's applications."""
     titles = tuple(f"ray::ServeReplica:{name}:" for name in (GATEWAY, *MODELS))
     return usage(each for each in psutil.process_iter(["cmdline"]) if "".join(each.info["cmdline"] or ()).startswith(titles))
 

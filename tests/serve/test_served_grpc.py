@@ -127,7 +127,7 @@ def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, chan
         assert info.Info(tei.InfoRequest(), metadata=slow).max_client_batch_size == 9
 
         request = tei.EmbedRequest(inputs="word " * 50)
-        for _ in range(2):  # the replica measures its rate
+        for _ in range(2):  # the replica measures its rate with these calls
             embed.Embed(request, metadata=slow)
         held = [pool.submit(client.post, "embed", json={"inputs": "word " * 50}) for _ in range(10)]  # 2.5 s of passes
         wait_for(lambda: metric(client, "requests_in_flight") >= 10)
@@ -138,7 +138,7 @@ def test_one_of_several_applications_is_named_by_metadata(deployed: Deploy, chan
         before, computed = metric(client, "cancelled_requests_total"), metric(client, "tokens_total")
         let_in = metric(client, "request_count", of="te")
         leaving = embed.Embed.future(request, metadata=slow)
-        wait_for(lambda: metric(client, "request_count", of="te") == let_in + 1)  # before that, Serve itself would end the call
+        wait_for(lambda: metric(client, "request_count", of="te") == let_in + 1)  # earlier, Serve itself would end the call
         leaving.cancel()
         wait_for(lambda: metric(client, "cancelled_requests_total") == before + 1)
         assert {each.result().status_code for each in held} == {200}
