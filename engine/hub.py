@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -85,10 +86,17 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _check_sha256(path: Path, expected: str) -> None:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    state = path.stat()
+    digest = _sha256(path, (state.st_size, state.st_mtime_ns))
     if digest != expected:
         raise ModelError(f"{path} has sha256 {digest}, expected {expected}: reinstall the package")
+
+
+@cache
+def _sha256(path: Path, _state: tuple[int, int]) -> str:
+    """A file's digest. A process reads the file again only if its state has changed: MiniLM's weights take 0.08 s."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _gguf_folder(file: Path, sha256: str | None = None) -> Path:
