@@ -18,7 +18,7 @@ chat: $(VENV)/.installed-chat ## chat in the terminal with an embedded model tha
 	@exec $(BIN)/emberforge chat $(ARGS)
 
 # The whole suite has three workers, named files have none (tests/scheduling.py).
-test: $(VENV)/.installed-test ## every test, about twelve minutes on two cores; ARGS=tests/serve/test_api.py for one file
+test: $(VENV)/.installed-test ## every test, about a quarter of an hour on two cores; ARGS=tests/serve/test_api.py for one file
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Published clients against the real server. They live in an environment of their own: some want an older openai than ours.
@@ -41,7 +41,7 @@ lint: $(VENV)/.installed-test ## ruff and mypy
 	$(BIN)/mypy
 
 # The linters run beside the tests: alone they would use one core.
-check: $(VENV)/.installed-test ## before each commit, a minute: lint, and the quick tests without Ray, a GPU or a network
+check: $(VENV)/.installed-test ## before each commit, 80 seconds: lint, and the quick tests without Ray, a GPU or a network
 	@$(MAKE) --no-print-directory --jobs 2 lint quick-tests
 
 # schemathesis makes the cases of test_openapi.py while pytest collects the tests, which takes seconds in each worker.
