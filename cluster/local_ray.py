@@ -38,7 +38,8 @@ SERVE_ENV = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     # A node that was cut off for some seconds would keep its old gateways for ever.
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.haproxy_manager:use_ours",
-    # Seconds that a stopping replica waits for HAProxy to drop it. HAProxy learns of it within 0.2 s and retries elsewhere.
+    # Seconds that a stopping replica waits for HAProxy to drop it. HAProxy learns of it within 0.2 s and retries elsewhere. If
+    # requests still come then, the replica waits longer (serve_app/http/server.py).
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     # A replica that failed three checks no longer computes. Waiting a minute for its requests would only block its card.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",

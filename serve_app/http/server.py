@@ -7,6 +7,7 @@ stops the server gracefully. HAProxy's health checks and Serve's other paths bel
 import asyncio
 import logging
 import socket
+import time
 from importlib import import_module
 from typing import Any, cast
 
@@ -16,6 +17,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _TLS = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
 _TASK = "emberforge.task"  # in a request's scope: the task that answers the request
+
+# A stopping server waits until no request has come for this time. On a busy machine HAProxy is replaced, and drops the process,
+# seconds later than Serve expects. If the server stopped before, HAProxy's only retry would go to the same process.
+_QUIET_S = 1.0
+_LONGEST_WAIT_S = 10.0
 
 
 def answer_directly(app: ASGIApp) -> None:
@@ -27,9 +33,11 @@ def answer_directly(app: ASGIApp) -> None:
     async def start_asgi_http_server(serves: Any, options: Any, *, event_loop: asyncio.AbstractEventLoop, **others: Any) -> Any:
         if event_loop is not loop:  # Serve is configured to run applications in a separate thread
             return await starts(serves, options, event_loop=event_loop, **others)
-        server = uvicorn.Server(
+        front = _Front(app, serves)
+        server = _Server(
+            front,
             uvicorn.Config(
-                _Front(app, serves),
+                front,
                 http=_Protocol,
                 lifespan="off",
                 proxy_headers=False,
@@ -38,7 +46,7 @@ def answer_directly(app: ASGIApp) -> None:
                 root_path=options.root_path,
                 timeout_keep_alive=options.keep_alive_timeout_s,
                 **{name: getattr(options, name) for name in _TLS},
-            )
+            ),
         )
         sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
         try:
@@ -56,11 +64,13 @@ class _Front:
 
     def __init__(self, app: ASGIApp, serves: Any) -> None:
         self._app, self._serves, self._replica = app, serves, serves.__self__
+        self.asked_at = -_QUIET_S  # when the last request came, in `time.monotonic` seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith("/-/"):
             await self._serves(scope, receive, send)
             return
+        self.asked_at = time.monotonic()
         if (prefix := self._replica._route_prefix) != "/":
             scope["root_path"] += prefix
         scope[_TASK] = asyncio.current_task()
@@ -69,6 +79,21 @@ class _Front:
         except asyncio.CancelledError:
             if not cast(Any, receive).__self__.disconnected:
                 raise  # not by `_Protocol`
+
+
+class _Server(uvicorn.Server):
+    """A server that answers until HAProxy has dropped it."""
+
+    def __init__(self, front: _Front, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._front = front
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for quiet, then stops as uvicorn does: the accepted requests are answered."""
+        latest = time.monotonic() + _LONGEST_WAIT_S
+        while (wait_s := min(self._front.asked_at + _QUIET_S, latest) - time.monotonic()) > 0:
+            await asyncio.sleep(wait_s)
+        await super().shutdown(sockets)
 
 
 class _Protocol(HttpToolsProtocol):

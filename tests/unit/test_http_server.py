@@ -3,6 +3,7 @@
 import asyncio
 import errno
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from cluster.local_ray import free_port
+from serve_app.http import server as module
 from serve_app.http.server import _Joining, answer_directly
 
 
@@ -86,6 +88,31 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
 
     asyncio.run(main())
     assert caplog.messages == [], "a client that leaves is no error"
+
+
+def test_a_stopping_server_answers_while_requests_come(serves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HAProxy may learn late that the process stops. The server stops after the longest wait, even if requests go on."""
+
+    async def main() -> None:
+        monkeypatch.setattr(module, "_QUIET_S", 60.0)
+        monkeypatch.setattr(module, "_LONGEST_WAIT_S", 2.0)
+        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+        answer_directly(Slow())
+        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+        async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}") as client:
+            await client.get("/x/fast")
+            server.should_exit = True
+            stopping = loop.time()
+            with suppress(httpx.HTTPError):  # the server has stopped
+                while True:
+                    async with httpx.AsyncClient(base_url=client.base_url) as another:  # new connections are accepted, too
+                        assert (await another.get("/x/fast")).status_code == 200
+                    answered = loop.time() - stopping
+                    await asyncio.sleep(0.05)
+            await task
+            assert answered > 0.5, "without the wait, the server ends at its next tick, within 0.1 s"
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
