@@ -46,6 +46,7 @@ MODELS = {
     "Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, True),
     "Qwen3-4B": _qwen3(2560, 36, 32, 9728, True),
     "Qwen3-8B": _qwen3(4096, 36, 32, 12288, False),
+    "Qwen3-14B": _qwen3(5120, 40, 40, 17408, False),
 }
 CACHE_TOKENS = 320_000  # for 256 streams of the whole run, and for all prompts of the decode runs
 BATCHES = {1: 128, 8: 128, 64: 64, 256: 64}  # streams, and tokens that each of them gets
@@ -71,6 +72,9 @@ VLLM: dict[str, dict[str, float]] = {
     "Qwen3-8B": {
         "1": 194, "8": 1471, "64": 10300, "256": 22400, "run at 0": 9270, "run at 0.6": 9320, "prefill": 37900,
         "first token": 15.9, "ready": 74,
+    },
+    "Qwen3-14B": {
+        "1": 118, "8": 917, "64": 6510, "256": 14700, "run at 0": 6070, "prefill": 21200, "first token": 26.7, "ready": 77,
     },
 }  # fmt: skip
 
@@ -188,15 +192,15 @@ def decode_rows(name: str, found: dict[str, Any], theirs: dict[int, float], band
 def run_rows(name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for temperature, (tokens, seconds) in found["runs"].items():
-        cited = VLLM[name][f"run at {temperature}"]
+        cited = VLLM[name].get(f"run at {temperature}")
         rows.append(
             {
                 "model": name,
                 "temperature": temperature,
                 "tokens": tokens,
                 "tokens/s": tokens / seconds,
-                "vLLM 0.26 (cited)": cited,
-                "ours / vLLM": tokens / seconds / cited,
+                "vLLM 0.26 (cited)": cited or "-",
+                "ours / vLLM": tokens / seconds / cited if cited else "-",
             }
         )
     return rows
