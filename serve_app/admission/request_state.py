@@ -17,7 +17,7 @@ class RequestState:
         self.qos = qos
         self.method = "single" if isinstance(inputs, Single) else "batch"
         self.num_inputs = len(inputs)
-        self.num_chars = sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in inputs)
+        self.num_chars = _num_chars(inputs)
         self.chars_to_tokenize = self.num_chars  # decides whether a thread tokenises
         self.num_tokens = 0
         self.tokenization_s = self._queue_s = self._inference_s = 0.0
@@ -48,3 +48,9 @@ class RequestState:
             "x-queue-time": str(int(self._queue_s * 1000)),
             "x-inference-time": str(int(self._inference_s * 1000)),
         }
+
+
+def _num_chars(inputs: Sequence[TextOrIds | TextOrPair]) -> int:
+    if tuple in map(type, inputs):
+        return sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in inputs)
+    return sum(map(len, inputs))  # five times as fast, because `map` calls `len` without Python code

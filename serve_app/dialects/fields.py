@@ -28,6 +28,8 @@ def _parse_inputs(value: Any) -> list[TextOrIds]:
         raise ValueError(f"expected a string, a list of token ids, or a list of these, got {_name(value)}")
     if not value or type(value[0]) is int:
         return Single([_parse_ids(value, "")])
+    if set(map(type, value)) == {str}:  # the usual case, without Python code for each item
+        return value
     for index, item in enumerate(value):
         if isinstance(item, list):
             _parse_ids(item, f"[{index}]")

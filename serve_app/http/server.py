@@ -22,6 +22,9 @@ _TASK = "emberforge.task"  # in a request's scope: the task that answers the req
 # seconds later than Serve expects. If the server stopped before, HAProxy's only retry would go to the same process.
 _QUIET_S = 1.0
 _LONGEST_WAIT_S = 10.0
+# New connections that the server takes in a round of the event loop, at most. libuv takes one from each socket that listens, so
+# with one socket the last of 500 new connections would wait for 500 rounds.
+_ACCEPTED_IN_A_ROUND = 16
 
 
 def answer_directly(app: ASGIApp) -> None:
@@ -54,7 +57,8 @@ def answer_directly(app: ASGIApp) -> None:
         except OSError as error:
             sock.close()
             raise RuntimeError(f"{options.host}:{options.port} is taken") from error  # Serve then tries another port
-        return loop.create_task(server.serve([sock])), server
+        copies = (sock.dup() for _ in range(_ACCEPTED_IN_A_ROUND - 1))
+        return loop.create_task(server.serve([sock, *copies])), server
 
     replica.start_asgi_http_server = start_asgi_http_server
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from types import ModuleType, SimpleNamespace
@@ -113,6 +114,30 @@ def test_a_stopping_server_answers_while_requests_come(serves: Any, monkeypatch:
             assert answered > 0.5, "without the wait, the server ends at its next tick, within 0.1 s"
 
     asyncio.run(main())
+
+
+def test_many_connections_are_accepted_in_one_round(serves: Any) -> None:
+    """Each round of the event loop may do milliseconds of work, and `/health` may come behind hundreds of connections."""
+
+    async def main() -> None:
+        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+        answer_directly(Slow())
+        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+        while not server.started:
+            await asyncio.sleep(0)
+        clients = [socket.create_connection((options.host, options.port)) for _ in range(64)]
+        rounds = 0
+        while len(server.server_state.connections) < len(clients):
+            await asyncio.sleep(0)
+            rounds += 1
+        for client in clients:
+            client.close()
+        server.should_exit = True
+        await task
+        assert rounds < len(clients) / 4
+
+    with asyncio.Runner(loop_factory=pytest.importorskip("uvloop").new_event_loop) as runner:
+        runner.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize(
