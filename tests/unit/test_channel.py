@@ -450,6 +450,7 @@ def test_a_stream_goes_on_at_one_other_replica(outcomes: Sequence[Any], attempts
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve lists a dead replica for seconds, and starts one with another name."""
     monkeypatch.setattr(connection, "_MOST_RESTART_S", 0.2)

@@ -51,6 +51,7 @@ def test_the_random_numbers_of_many_streams_are_those_of_each(streams: list[tupl
     assert (words == choices_of([Row(SamplingOptions(1), each) for each in numbers], [-1] * len(numbers))[:, 4:6]).all()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 400), st.booleans(), st.integers(0, 9)), min_size=1, max_size=12),

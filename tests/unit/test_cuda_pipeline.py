@@ -103,6 +103,7 @@ def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, in
         assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph_tokens", [0, 512])
 def test_each_stage_keeps_its_keys_and_values_in_8_bits(tiny: Callable[..., Path], tmp_path: Path, graph_tokens: int) -> None:
     folder = folder_without_pooling(tiny, "qwen3_lm", tmp_path / "model", tie_word_embeddings=False, num_hidden_layers=4)
@@ -158,6 +159,7 @@ def test_a_pass_waits_for_the_pass_that_chose_its_tokens_and_for_no_later_one(
     assert all(wait == number - 2 for number, wait in foreseen[2:]), "two groups take turns"
 
 
+@pytest.mark.slow
 def test_no_pass_waits_for_the_one_before_while_prompts_fill_it(
     engines: Callable[[str, int], Engine], waits: Callable[[], Waits]
 ) -> None:
@@ -178,6 +180,7 @@ def test_prompts_without_pages_hold_up_no_stream(engines: Callable[[str, int], E
     assert [len(each.tokens) for each in answers] == [20] * 6
 
 
+@pytest.mark.slow
 def test_tuning_finds_a_budget_and_captures_graphs_of_all_stages(engines: Callable[[str, int], Engine]) -> None:
     engine = engines("qwen3_lm", 2)
     ours = Staged(engine, 40, 4096)

@@ -163,6 +163,7 @@ def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
     assert (count(metrics, "unread_answers_total"), count(metrics, "cancelled_requests_total")) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_a_large_answer_loses_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -535,6 +535,7 @@ def test_the_document_has_these_statuses(path: str) -> None:
     assert documented == {200, 401} | {status for status, *_ in STATUSES} - {500}
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_a_stream_with_an_event(tmp_path: Path) -> None:
     model = FakeGenerator(tmp_path, "x", stall=True)
     answer = post(model, COMPLETIONS, {"x-request-deadline-ms": "600"}, stream=True, max_tokens=None)

@@ -250,6 +250,7 @@ def qwen3_8b_q4_k_m(path: Path) -> Path:
     return tiny_gguf.write_zeros(path, "qwen3", metadata, tensors)
 
 
+@pytest.mark.slow
 def test_an_8b_of_a_gguf_file_on_12_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs do not keep all matrices of a Q4_K_M file in 4 bits. The others become bf16, or 4 bits with dtype int4."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -97,6 +97,7 @@ def test_passes_of_requests_are_proof_and_need_no_canary(replica: Replica) -> No
     assert replica.engine.passes == [1]
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_ill_in_bounded_time_with_one_canary_and_comes_back(replica: Replica) -> None:
     assert replica.healthy()
     replica.engine.free.clear()
@@ -114,6 +115,7 @@ def test_an_engine_that_hangs_is_ill_in_bounded_time_with_one_canary_and_comes_b
     assert replica.healthy()
 
 
+@pytest.mark.slow
 def test_a_pass_that_is_long_for_its_size_is_waited_for(replica: Replica) -> None:
     """The predicted time of 100,000 tokens is 100 s. The check allows ten times this time."""
     replica.engine.free.clear()
@@ -126,6 +128,7 @@ def test_a_pass_that_is_long_for_its_size_is_waited_for(replica: Replica) -> Non
     assert not replica.healthy()
 
 
+@pytest.mark.slow
 def test_a_long_queue_that_moves_is_no_illness(replica: Replica) -> None:
     replica.engine.free.clear()
     first = replica.submit(100)  # the predicted time of this pass is 0.1 s

@@ -61,6 +61,7 @@ def serves(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return replica
 
 
+@pytest.mark.slow
 def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         app, options = Slow(), HTTPOptions(host="127.0.0.1", port=free_port())
@@ -91,6 +92,7 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
     assert caplog.messages == [], "a client that leaves is no error"
 
 
+@pytest.mark.slow
 def test_a_stopping_server_answers_while_requests_come(serves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """HAProxy may learn late that the process stops. The server stops after the longest wait, even if requests go on."""
 

@@ -61,6 +61,7 @@ def circles() -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles() == []
 
@@ -86,6 +87,7 @@ def test_an_engine_is_imported_without_the_hubs_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_what_reads_no_tensors_is_imported_without_torch() -> None:
     """torch takes 150 MiB and 1.5 s of each process."""
     modules = "cluster.status, engine.hub, engine.text.tokenizer, serve_app.grpc.servicer, serve_app.http.app"
@@ -111,6 +113,7 @@ assert not {"torch", "transformers"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_a_gateway_answers_without_torch() -> None:
     specs = {"embeds": EMBEDDED_MODEL, "generates": EMBEDDED_GENERATOR}
     pool = {"name": "p", "node_class": "c", "tokens_per_s": 1}

@@ -270,6 +270,7 @@ def test_a_part_that_fails_is_left_out_and_the_rest_goes_on(monkeypatch: pytest.
     assert {rate.model for rate in found.models} == {"qwen"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_no_model_is_begun_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_LAST_START_S", -1.0)
@@ -292,6 +293,7 @@ def test_use_by_others_is_told(percent: int, monkeypatch: pytest.MonkeyPatch, tm
     assert all(line.endswith("no plan will use them") == (percent == 40) for line in said)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_told_at_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EMBERFORGE_HOME", str(tmp_path))
     checks = [Checked("embed", "a", 0.0, 1.0), Checked("norm", "b", 2.0, 1.0), Checked("norm", "c", problem="no image")]

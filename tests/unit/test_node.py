@@ -372,6 +372,7 @@ def test_a_node_that_lost_its_labels_is_no_node(lost: dict[str, str], monkeypatc
         node_module._wait_until_alive("h:1", labels, {})
 
 
+@pytest.mark.slow
 def test_a_node_that_does_not_come_up_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "_ALIVE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(node_module, "ask", lambda address, environ: Cluster("", ""))

@@ -63,6 +63,7 @@ def test_series_of_several_processes_have_their_type_once() -> None:
     assert [line for line in text.splitlines() if line.startswith("# ")] == ONE.splitlines()[:2] + ONE.splitlines()[3:5]
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_counted_and_one_that_ended_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_metrics, "TIMEOUT_S", 0.5)
     with ExitStack() as stack:

@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
-TestPages = Machine.TestCase
+TestPages = pytest.mark.slow(Machine.TestCase)
 
 
 def test_the_last_token_is_never_matched() -> None:

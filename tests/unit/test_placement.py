@@ -82,6 +82,7 @@ def test_no_card_is_over_its_bytes_or_its_places(instance: Instance) -> None:
     assert all(count[slot] <= slot.places for slot in slots if slot.places is not None)
 
 
+@pytest.mark.slow
 @quick
 @given(instances)
 def test_counts_keep_to_min_and_max_and_what_is_missing_is_said(instance: Instance) -> None:
@@ -94,6 +95,7 @@ def test_counts_keep_to_min_and_max_and_what_is_missing_is_said(instance: Instan
     assert all(count > 0 for count in placement.missing.values())
 
 
+@pytest.mark.slow
 @quick
 @given(instances)
 def test_pins_exclusions_and_classes_are_obeyed(instance: Instance) -> None:
@@ -239,6 +241,7 @@ def may(demand: Demand, slot: Slot) -> bool:
     return slot.node_class in demand.bytes_on and not pinned_elsewhere and slot.node not in demand.not_nodes
 
 
+@pytest.mark.slow
 @quick
 @given(instances)
 def test_room_to_grow_is_on_a_card_without_that_model(instance: Instance) -> None:
@@ -250,6 +253,7 @@ def test_room_to_grow_is_on_a_card_without_that_model(instance: Instance) -> Non
             assert on[each.model, each.slot] == 1
 
 
+@pytest.mark.slow
 @quick
 @given(instances)
 def test_replicas_are_spread_over_the_nodes_that_have_room(instance: Instance) -> None:

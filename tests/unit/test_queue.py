@@ -237,6 +237,7 @@ def test_owners_share_the_tokens_however_many_requests_they_have(owners: list[tu
         assert max(served.values()) - min(served.values()) <= queue.interactive.quantum + 2 * longest
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 60), min_size=2, max_size=6),
     st.integers(8, 200),
@@ -396,7 +397,7 @@ class Traffic(RuleBasedStateMachine):
         assert len(self.queue) == self.queue.num_tokens == self.queue.num_inputs == 0
 
 
-TestTraffic = Traffic.TestCase
+TestTraffic = pytest.mark.slow(Traffic.TestCase)
 
 
 def test_batch_work_fills_what_interactive_work_leaves() -> None:

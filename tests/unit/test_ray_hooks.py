@@ -49,6 +49,7 @@ def test_a_part_of_haproxys_file_that_is_gone_is_named(part: str, monkeypatch: p
         ray_hooks.check(SERVE_ENV)
 
 
+@pytest.mark.slow
 def test_every_file_that_uses_a_private_part_is_in_the_table() -> None:
     """A private part is a name with an underscore in a module or on an object of Ray's."""
     found = set()

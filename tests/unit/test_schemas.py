@@ -69,6 +69,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(VALUES)
 def test_no_value_breaks_the_check(value: Any) -> None:

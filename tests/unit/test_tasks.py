@@ -513,6 +513,7 @@ def test_a_text_without_tokens_is_one_chunk(serve: Serve, pooling: str) -> None:
         assert [(each["start"], each["end"]) for each in first + blank] == [(0, 1), (0, 2)]
 
 
+@pytest.mark.slow
 def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer) -> None:
     """`tokenizers` makes a new object at each access. Windows from each start of a long text would take gigabytes."""
     text = "word " * 100_000
