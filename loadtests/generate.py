@@ -1,8 +1,8 @@
-"""Measures generation on a GPU through the engine's loop, beside transformers and floors: decode, whole runs, prompts, start-up.
+"""Measures generation on a GPU through the engine's loop, beside transformers and floors: decode, whole runs, prompts.
 
 python -m loadtests.generate [MODEL ...]
 
-Each model runs in a process of its own. The start of the process is measured, too.
+Each model runs in a process of its own. `loadtests.startup` measures the start of such a process.
 """
 
 import json
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ MODELS = {
 }
 CACHE_TOKENS = 320_000  # for 256 streams of the whole run, and for all prompts of the decode runs
 BATCHES = {1: 128, 8: 128, 64: 64, 256: 64}  # streams, and tokens that each of them gets
-CONTEXTS = (128, 800)
+CASES = [(context, count) for context in (128, 800) for count in BATCHES] + [(4096, 1)]  # tokens of a prompt, and streams
 WARM_TOKENS = 40  # enough that all 256 streams begin before the first one ends, with prompts in passes of 8,192 tokens
 TEMPERATURES = {
     "0": SamplingOptions(max_tokens=1, temperature=0.0),
@@ -63,18 +63,18 @@ PEER_BATCHES, PEER_TOKENS = (1, 8), 32
 VLLM: dict[str, dict[str, float]] = {
     "Qwen3-0.6B": {
         "1": 522, "8": 4343, "64": 20600, "256": 39200, "run at 0": 23000, "run at 0.6": 22400, "prefill": 248000,
-        "first token": 10.4, "ready": 62,
+        "first token": 10.4, "4096": 554,
     },
     "Qwen3-4B": {
         "1": 277, "8": 2150, "64": 13680, "256": 29700, "run at 0": 12390, "run at 0.6": 12400, "prefill": 59900,
-        "first token": 13.3, "ready": 69,
+        "first token": 13.3, "4096": 264,
     },
     "Qwen3-8B": {
         "1": 194, "8": 1471, "64": 10300, "256": 22400, "run at 0": 9270, "run at 0.6": 9320, "prefill": 37900,
-        "first token": 15.9, "ready": 74,
+        "first token": 15.9, "4096": 186,
     },
     "Qwen3-14B": {
-        "1": 118, "8": 917, "64": 6510, "256": 14700, "run at 0": 6070, "prefill": 21200, "first token": 26.7, "ready": 77,
+        "1": 118, "8": 917, "64": 6510, "256": 14700, "run at 0": 6070, "prefill": 21200, "first token": 26.7, "4096": 115,
     },
 }  # fmt: skip
 
@@ -84,14 +84,20 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     return torch.randint(1000, 30000, (count, length), generator=generator).tolist()
 
 
+def whole_run() -> tuple[list[list[int]], list[int]]:
+    """256 prompts of 100 to 1,024 tokens, and the lengths of their answers, which are as long."""
+    rng = random.Random(0)
+    given = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return given, [rng.randint(100, 1024) for _ in given]
+
+
 class Measured(Streaming):
     def whole_run(self, options: SamplingOptions) -> tuple[int, float]:
-        """Runs 256 prompts of 100 to 1,024 tokens, with answers of such lengths. Returns: tokens of all answers, and seconds."""
-        rng = random.Random(0)
-        given = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+        """Returns the tokens of all answers of `whole_run`, and its seconds."""
+        given, lengths = whole_run()
         wanted = [
-            SamplingOptions(rng.randint(100, 1024), options.temperature, options.top_k, options.top_p, seed=seed)
-            for seed in range(256)
+            SamplingOptions(length, options.temperature, options.top_k, options.top_p, seed=seed)
+            for seed, length in enumerate(lengths)
         ]
         for prompt in given:
             prompt[0] = 20000 + int(10 * options.temperature)  # no prompt is in the cache from an earlier run
@@ -100,19 +106,17 @@ class Measured(Streaming):
         return clock.num_tokens, perf_counter() - start
 
 
-def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
+def measure(name: str, folder: Path) -> dict[str, Any]:
     """Loads the model in this process and measures everything except the peers."""
     collect_seldom()  # as a replica does
     engine = Engine.load(folder, dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1, speculate=False)
-    found: dict[str, Any] = {"ready": time() - started}
     measured = Measured(engine)
-    found["decode"] = []
-    for context in CONTEXTS:
-        for temperature, options in TEMPERATURES.items():
-            for count, tokens in BATCHES.items():
-                steps = measured.decode(count, context, tokens, options, WARM_TOKENS)
-                found["decode"].append([context, temperature, count, median(steps), percentile(steps, 99)])
-                print(name, *found["decode"][-1], file=sys.stderr, flush=True)
+    found: dict[str, Any] = {"decode": []}
+    for temperature, options in TEMPERATURES.items():
+        for context, count in CASES:
+            steps = measured.decode(count, context, BATCHES[count], options, WARM_TOKENS)
+            found["decode"].append([context, temperature, count, median(steps), percentile(steps, 99)])
+            print(name, *found["decode"][-1], file=sys.stderr, flush=True)
     found["runs"] = {temperature: measured.whole_run(options) for temperature, options in TEMPERATURES.items()}
     found["first token"] = median(measured.first_token(FIRST_TOKEN, 20))
     found["prefill"] = median(measured.first_token(PREFILL, 5))
@@ -124,9 +128,9 @@ def measure(name: str, folder: Path, started: float) -> dict[str, Any]:
 
 
 def in_a_process(*arguments: str, kernel_cache: Path) -> Any:
-    """Runs `measure`, or only an engine's start, in a new process. Returns the printed results."""
+    """Runs `measure` in a new process. Returns the printed results."""
     environment = os.environ | {"EMBERFORGE_KERNEL_CACHE": str(kernel_cache), "PYTHONPATH": import_path()}
-    command = [sys.executable, "-m", "loadtests.generate", *arguments, str(time())]
+    command = [sys.executable, "-m", "loadtests.generate", "--one", *arguments]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -169,7 +173,7 @@ def decode_rows(name: str, found: dict[str, Any], theirs: dict[int, float], band
     for context, temperature, count, step_s, slow_s in found["decode"]:
         floor_s = step_bytes(MODELS[name], count, context + BATCHES[count] // 2) / bandwidth
         comparable = context == 128 and temperature == "0"
-        cited = VLLM[name][str(count)] if comparable else None
+        cited = VLLM[name][str(count)] if comparable else VLLM[name]["4096"] if (context, temperature) == (4096, "0") else None
         rows.append(
             {
                 "model": name,
@@ -189,7 +193,18 @@ def decode_rows(name: str, found: dict[str, Any], theirs: dict[int, float], band
     return rows
 
 
-def run_rows(name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+def run_floors(published: Published, gemm: float, bandwidth: float) -> tuple[float, float]:
+    """Seconds of a whole run's prompts by FLOPs, and of its steps by bytes: all streams begin at once."""
+    given, lengths = whole_run()
+    contexts = sum(length * len(prompt) + length * (length - 1) // 2 for prompt, length in zip(given, lengths, strict=True))
+    step_s = (
+        max(lengths) * step_bytes(published, 0, 0) + step_bytes(published, 1, contexts) - step_bytes(published, 0, 0)
+    ) / bandwidth
+    return published.flops([len(prompt) for prompt in given]) / gemm, step_s
+
+
+def run_rows(name: str, found: dict[str, Any], gemm: float, bandwidth: float) -> list[dict[str, Any]]:
+    prompts_s, steps_s = run_floors(MODELS[name], gemm, bandwidth)
     rows = []
     for temperature, (tokens, seconds) in found["runs"].items():
         cited = VLLM[name].get(f"run at {temperature}")
@@ -199,6 +214,10 @@ def run_rows(name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
                 "temperature": temperature,
                 "tokens": tokens,
                 "tokens/s": tokens / seconds,
+                "floor of the prompts s": prompts_s,
+                "floor of the steps s": steps_s,
+                "floor, tokens/s": tokens / (prompts_s + steps_s),
+                "% of floor": 100 * (prompts_s + steps_s) / seconds,
                 "vLLM 0.26 (cited)": cited or "-",
                 "ours / vLLM": tokens / seconds / cited if cited else "-",
             }
@@ -223,13 +242,10 @@ def prompt_row(name: str, found: dict[str, Any], gemm: float, bandwidth: float) 
     }
 
 
-def start_row(name: str, found: dict[str, Any], cold_s: float) -> dict[str, Any]:
+def memory_row(name: str, found: dict[str, Any]) -> dict[str, Any]:
     mib = 1 << 20
     return {
         "model": name,
-        "process start to ready s": found["ready"],
-        "with no kernel compiled s": cold_s,
-        "vLLM 0.26 s (cited)": VLLM[name]["ready"],
         "MiB reserved, without the cache": found["reserved"] / mib,
         "estimated": found["estimated"] / mib,
         "estimate / reserved": found["estimated"] / found["reserved"],
@@ -245,14 +261,13 @@ def main(names: Sequence[str]) -> None:
         f"{WARM_TOKENS} tokens each; {', '.join(f'{tokens} tokens for {count}' for count, tokens in BATCHES.items())} streams",
         "temperature 0.6: top-k 20, top-p 0.95, a seed for each stream",
         f"floor of a step: layers' matrices, head, keys and values over {bandwidth / 1e12:.2f} TB/s, a copy's rate in this run",
-        "whole run: 256 prompts of 100 to 1,024 random tokens, answers of 100 to 1,024, all submitted at once",
+        "whole run: 256 prompts of 100 to 1,024 random tokens, answers of 100 to 1,024, all submitted at once; its floor: the "
+        "prompts' FLOPs, then the bytes of the steps, if all streams begin at once",
         f"floor of a prompt: FLOPs over {gemm / 1e12:,.0f} TFLOP/s, torch.mm in this run, or the weights' bytes",
         f"transformers: generate(), sdpa, static cache, not compiled, {PEER_TOKENS} tokens behind prompts of 128, in this run",
-        "vLLM 0.26: on another H200 earlier, not in this run; decode behind 128 tokens, 256 tokens each; the 0.6B was ready "
-        "after 62 s with its own compilation done before, and after 95 s without",
-        "start-up: weights in the page cache; kernels compiled before, except in the column that says otherwise",
+        "vLLM 0.26: on another H200 earlier, not in this run; decode behind 128 or 4,096 tokens, 256 tokens each",
     ]
-    tables: dict[str, list[dict[str, Any]]] = {"Decode": [], "Whole run": [], "Prompts": [], "Start-up and memory": []}
+    tables: dict[str, list[dict[str, Any]]] = {"Decode": [], "Whole run": [], "Prompts": [], "Memory": []}
     with tempfile.TemporaryDirectory() as path:
         kernels = Path(path) / "kernels"
         for name in names:
@@ -260,12 +275,11 @@ def main(names: Sequence[str]) -> None:
             save(MODELS[name], folder)
             theirs = of_transformers(folder)
             torch.cuda.empty_cache()
-            cold_s = in_a_process("--start", str(folder), kernel_cache=kernels)
-            found = in_a_process("--one", name, str(folder), kernel_cache=kernels)
+            found = in_a_process(name, str(folder), kernel_cache=kernels)
             tables["Decode"] += decode_rows(name, found, theirs, bandwidth)
-            tables["Whole run"] += run_rows(name, found)
+            tables["Whole run"] += run_rows(name, found, gemm, bandwidth)
             tables["Prompts"].append(prompt_row(name, found, gemm, bandwidth))
-            tables["Start-up and memory"].append(start_row(name, found, cold_s))
+            tables["Memory"].append(memory_row(name, found))
             for file in folder.iterdir():
                 file.unlink()
             write("generate", " ".join(["python -m loadtests.generate", *names]), tables, notes)  # in case another fails
@@ -274,10 +288,7 @@ def main(names: Sequence[str]) -> None:
 if __name__ == "__main__":
     given = sys.argv[1:]
     if given[:1] == ["--one"]:
-        print(json.dumps(measure(given[1], Path(given[2]), float(given[3]))))
-    elif given[:1] == ["--start"]:
-        Engine.load(Path(given[1]), dtype="bfloat16", cache_tokens=CACHE_TOKENS, num_threads=1)
-        print(time() - float(given[2]))
+        print(json.dumps(measure(given[1], Path(given[2]))))
     else:
         if unknown := [name for name in given if name not in MODELS]:
             sys.exit(f"{unknown[0]} is no model of this benchmark; there are {', '.join(MODELS)}")
