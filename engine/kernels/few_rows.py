@@ -1,4 +1,4 @@
-"""x W^T for at most 64 rows, fused with the operations around it. Reading W from memory takes most of the time."""
+"""x W^T for at most 32 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,11 +17,10 @@ from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
-MOST_ROWS = 64
-SMALL = 1 << 23  # up to this many values of W, saved launches and norms outweigh a slower product
-ALWAYS_ROWS = 32  # up to this many rows cuBLAS has no faster product
+MOST_ROWS = 32
+_MOST_ROWS_IN_16_BITS = 16  # more rows are faster with `gemm_skinny`, which takes W in bf16 only
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
-_MOST_SUMS, _MOST_SUMS_ALONE = 96 * 32, 64 * 64  # sums in a block's registers: up to 32 rows two blocks share a multiprocessor
+_MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
@@ -81,8 +80,8 @@ class FewRowsShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows of the compiled kernel: the next multiple of 8, or 64 for more than 32 rows."""
-    return -(-m // 8) * 8 if m <= ALWAYS_ROWS else MOST_ROWS
+    """Returns the number of rows of the compiled kernel: the next multiple of 8."""
+    return -(-m // 8) * 8
 
 
 def few_rows_shapes(
@@ -92,7 +91,7 @@ def few_rows_shapes(
     for split, block_n in product((1, 2, 4, 8), range(32, 129, 16)):
         if k % (split * box.columns) or n % block_n or rows % split or split * rows > MOST_SENT:
             continue
-        if block_n * rows > (_MOST_SUMS if rows <= ALWAYS_ROWS else _MOST_SUMS_ALONE):
+        if block_n * rows > _MOST_SUMS:
             continue
         turns = -(-n // block_n // FewRowsShape(split, block_n, 0).clusters(sms))
         steps, stage = turns * (k // split // box.columns), box.stage_bytes(block_n, rows)
@@ -112,8 +111,7 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    small = isinstance(weight, Tensor) and weight.element_size() == 2 and weight.numel() <= SMALL
-    most = MOST_ROWS if small else ALWAYS_ROWS
+    most = _MOST_ROWS_IN_16_BITS if isinstance(weight, Tensor) and weight.element_size() == 2 else MOST_ROWS
     if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight, x.dtype))

@@ -1,8 +1,11 @@
 """x W^T in 16 bits without a bias, with the operations around it.
 
-`linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except in two cases on
-a Hopper chip: a few rows, for which reading W is the whole work (`few_rows`), and SwiGLU after a product that is large enough
-to fill the chip (`gemm_hopper`). docs/decisions/022.
+`linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except on a Hopper chip:
+
+* For up to 16 rows (`few_rows`) and up to 64 rows (`gemm_skinny`), because reading W takes most of the time.
+* For SwiGLU after a product that is large enough to fill the chip (`gemm_hopper`).
+
+docs/decisions/022 and 063.
 """
 
 import torch
@@ -12,6 +15,7 @@ from engine.kernels import reference
 from engine.kernels.activation import swiglu
 from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import fills, gemm_hopper
+from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
 from engine.kernels.launch import is_hopper, num_sms, runs_on
 from engine.kernels.norm import rms_norm
 
@@ -22,13 +26,19 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0
         return reference.linear(x, weight, norm, eps)
     if (shape := few_rows_shape_of(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, shape, norm=norm, eps=eps)
-    return torch.mm(_normalized(x, norm, eps), weight.t())
+    x = _normalized(x, norm, eps)
+    if (skinny := skinny_shape_of(x, weight)) is not None:
+        return gemm_skinny(x, weight, skinny)
+    return torch.mm(x, weight.t())
 
 
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
-    if runs_on(x) and (shape := few_rows_shape_of(x, weight)) is not None:
-        return few_rows(x, weight, shape, "residual", residual)
+    if runs_on(x):
+        if (shape := few_rows_shape_of(x, weight)) is not None:
+            return few_rows(x, weight, shape, "residual", residual)
+        if (skinny := skinny_shape_of(x, weight)) is not None:
+            return gemm_skinny(x, weight, skinny, "residual", residual)
     return residual.addmm_(x, weight.t())
 
 
@@ -45,6 +55,8 @@ def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: f
     if (shape := few_rows_shape_of(x, gate_up, norm is not None)) is not None:
         return few_rows(x, gate_up, shape, "swiglu", norm=norm, eps=eps)
     x = _normalized(x, norm, eps)
+    if (skinny := skinny_shape_of(x, gate_up)) is not None:
+        return gemm_skinny(x, gate_up, skinny, "swiglu")
     if is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):
         return gemm_hopper(x, gate_up, "swiglu")
     return swiglu(torch.mm(x, gate_up.t()), interleaved=True)

@@ -19,9 +19,7 @@ from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import (
     IN_8_BITS,
     IN_16_BITS,
-    MOST_ROWS,
     ONLY_W_IN_8_BITS,
-    SMALL,
     WIDENED,
     Box,
     box_of_codes,
@@ -33,6 +31,7 @@ from engine.kernels.four_bits import MOST_ROWS as MOST_ROWS_AT_ONCE
 from engine.kernels.four_bits import four_bits_defines, four_bits_shape
 from engine.kernels.four_bits_tiled import tiled_defines, tiled_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
+from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
 from engine.kernels.pool import pool_defines
@@ -168,7 +167,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
         yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            yield from (_few_rows(n, k, rows, norm, followed_by) for rows in ((32, MOST_ROWS) if n * k <= SMALL else (32,)))
+            yield _few_rows(n, k, 16, norm, followed_by)
+            yield from (_gemm_skinny(n, k, rows, followed_by) for rows in (32, 64))
             yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
             yield _few_rows(n, k, 16, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": WIDENED[torch.float8_e4m3fn]})
             for codes in ((128, False), (32, True)):
@@ -300,6 +300,13 @@ def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from tiled(n, k, rows, group, has_zeros, has_mins, beside)
     for rows in (16, 64):
         yield from tiled(4096, 4096, rows, 128, False, False, "groups of 128")
+
+
+def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy) -> Variant:
+    shape = skinny_shape(n, k, rows, _H200_SMS)
+    assert shape is not None, "they are models' shapes"
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}"
+    return Variant("gemm_skinny", label, skinny_defines(k, shape, followed_by), shape.shared_bytes(), FEATURES)
 
 
 def _few_rows(

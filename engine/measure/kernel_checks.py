@@ -216,8 +216,8 @@ def elementwise_cases(make: Maker) -> Iterator[Case]:
 
 
 def product_cases(make: Maker) -> Iterator[Case]:
-    """On Hopper few rows, a middle number of rows, and many rows take three different products."""
-    for rows in (1, 8, 300, 4096):
+    """On Hopper these numbers of rows take four different products."""
+    for rows in (1, 8, 60, 300, 4096):
         for n, k in ((4096, 1024), (2560, 9728)):
             run = partial(compared, make, kernels.linear, reference.linear, partial(_normed_operands, rows=rows, n=n, k=k))
             yield Case("linear", f"{rows} x {k} x {n}", run)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.activation import swiglu
-from engine.kernels.few_rows import few_rows, few_rows_shape, padded
 from engine.kernels.gemm_hopper import FollowedBy
-from engine.kernels.launch import num_sms
+from engine.kernels.linear import linear, linear_add, linear_swiglu
 from engine.kernels.norm import rms_norm
 from engine.measure.timing import copy_bandwidth, seconds_of
 from loadtests.kernels.gemm import LAYERS
@@ -30,10 +29,9 @@ ROTATE_BYTES = 400 << 20  # bytes of the weights that take turns, so that none i
 
 def product(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
     """A product as in a layer: either x is normalised first, or the product is added to `y`."""
-    normed = follows != "residual"
-    shape = few_rows_shape(*w.shape, padded(len(x)), normed, num_sms(x.device))
-    assert shape is not None, "the kernel takes the models' shapes"
-    return few_rows(x, w, shape, follows, None if normed else y, norm if normed else None)
+    if follows == "residual":
+        return linear_add(x, w, y)
+    return (linear_swiglu if follows == "swiglu" else linear)(x, w, norm, EPS)
 
 
 def usual(x: Tensor, w: Tensor, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:

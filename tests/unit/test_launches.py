@@ -26,6 +26,7 @@ from engine.kernels.few_rows import IN_8_BITS, FewRowsShape, few_rows, few_rows_
 from engine.kernels.four_bits import FourBitsShape, four_bits, pack4, unpack4
 from engine.kernels.four_bits_tiled import four_bits_tiled, padded, tiled_shape
 from engine.kernels.gemm_hopper import gemm_hopper
+from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape
 from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
 from engine.kernels.quantize import quantize, quantize_defines
@@ -44,6 +45,7 @@ LAUNCHERS = (
     "four_bits",
     "four_bits_tiled",
     "gemm_hopper",
+    "gemm_skinny",
     "norm",
     "pool",
     "quantize",
@@ -54,7 +56,7 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 20
+    assert len(seen) == 21
     for variant in report.variants((9, 0)):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -230,6 +232,9 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     assert shape is not None
     few_rows(x, w, shape, norm=torch.ones(1024, dtype=BF16))
     gemm_hopper(x, w, "swiglu")
+    skinny = skinny_shape(4096, 1024, 3, 132)
+    assert skinny is not None
+    gemm_skinny(x, w, skinny, "residual", torch.ones(3, 4096, dtype=BF16))
     gemm_hopper(x.half(), w.half(), "residual", torch.ones(3, 4096, dtype=FP16))
     shape = few_rows_shape(4096, 1024, 8, False, 132, IN_8_BITS)
     assert shape is not None

@@ -52,8 +52,12 @@ __device__ __forceinline__ u32 address_in(u32 rank, u32 shared) {
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
     return there;
 }
-__device__ __forceinline__ void cluster_sync() {  // not .aligned: the threads of a warp may arrive at different times
-    asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+// Not .aligned: the threads of a warp may arrive at different times.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
 }
 
 // The next of LENGTH stages, and the parity of the phase to wait for at the barrier of this stage.

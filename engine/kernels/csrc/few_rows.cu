@@ -1,4 +1,4 @@
-// y = x W^T for at most 64 rows of x, fused with an RMSNorm before it and the operation after it, for sm_90 and later. The kernel
+// y = x W^T for at most 32 rows of x, fused with an RMSNorm before it and the operation after it, for sm_90 and later. The kernel
 // reads W once, at the rate of the memory. bf16, e4m3 or int8 in, sums in fp32 or int32, bf16 out. W may have 4 bits.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N rows and 128 bytes a box.
 //   norm [K], y [M, N].
@@ -46,6 +46,7 @@ constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
 constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // 16-row tiles of W for each half of the warps; the second half may have one fewer
 constexpr int TILES = ROWS / 8;       // 8-row tiles of x
 constexpr int EACH = ROWS / SPLIT;    // rows of x that a block finishes
+constexpr int PAIRS = (FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N) / 2, MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;  // of y
 constexpr int PITCH = BLOCK_N + 4;    // floats; the padding puts neighbouring rows into different banks
 constexpr u32 BOX = (BOX_BYTES + 127) / 128 * 128, X_BOX = ROWS * 128;
 static_assert(K % (SPLIT * COLUMNS) == 0 && ROWS % 8 == 0 && ROWS % SPLIT == 0 && BLOCK_N % 16 == 0, "what is shared comes out even");
@@ -272,7 +273,7 @@ __device__ __forceinline__ void send(int rank, float& to, float x, u64& barrier)
 
 __device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 
-constexpr int MOST_REGISTERS = (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS >= 4 && TALL * TILES >= 6) || (ROWS > 32 && TALL > 1);
+constexpr int MOST_REGISTERS = (OPERANDS == 2 && TALL * TILES >= 12) || (OPERANDS >= 4 && TALL * TILES >= 6);
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, MOST_REGISTERS ? 1 : 2)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
@@ -298,7 +299,8 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         barriers_are_there();
         if (SPLIT > 1) arrive_expecting(shared.squares_full, SPLIT * ROWS * sizeof(float));
     }
-    cluster_sync();
+    __syncthreads();
+    if (SPLIT > 1) cluster_arrive();  // the wait comes before the first `send`
 
     if (warp == WARPS) {
         if (lane == 0) {
@@ -336,6 +338,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         } else {
             wait_for_previous();
         }
+        if (SPLIT > 1) cluster_wait();
     } else {
         if (NORM) {
             for (int i = threadIdx.x; i < SLICE / 8; i += MULTIPLIERS)
@@ -358,6 +361,17 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         Ring<STAGES> ring{0, 0};
         int turn = 0;
         for (int tile = first; tile < tiles; tile += stride, ++turn) {
+            // This block finishes EACH rows of x. A thread computes MINE times two neighbouring columns of y.
+            auto row_of = [&](int j) { return rank * EACH + (threadIdx.x + j * MULTIPLIERS) / PAIRS; };
+            auto column_of = [&](int j) { return static_cast<int>(threadIdx.x + j * MULTIPLIERS) % PAIRS * 2; };
+            auto is_there = [&](int j) { return threadIdx.x + j * MULTIPLIERS < EACH * PAIRS && row_of(j) < m; };
+            auto place = [&](int j) { return reinterpret_cast<u32*>(y + row_of(j) * y_stride + tile * PAIRS * 2 + column_of(j)); };
+            u32 before[FOLLOWED_BY == 1 ? MINE : 1];
+            if (FOLLOWED_BY == 1) {  // now, because a load takes half a microsecond
+#pragma unroll
+                for (int j = 0; j < MINE; ++j) before[j] = is_there(j) ? *place(j) : 0;
+            }
+
             Sum sums[TALL][TILES][4] = {};
             float squares[TILES] = {};
             for (int chunk = 0; chunk < CHUNKS; ++chunk) {
@@ -423,6 +437,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     if (lane % 4 == 0) shared.part_squares[part][t * 8 + lane / 4] = sum;
                 }
             }
+            if (SPLIT > 1 && turn == 0) cluster_wait();  // all blocks of the cluster have their barriers
             u64& inbox_full = shared.inbox_full[turn % 2];
             if (SPLIT > 1 && threadIdx.x == 0) arrive_expecting(inbox_full, SPLIT * EACH * BLOCK_N * sizeof(float));
             named_sync(1, MULTIPLIERS);
@@ -445,17 +460,16 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 send(to, shared.squares[rank][row], sum, shared.squares_full);
             }
 
-            // Finishes this block's rows of x. A thread computes two neighbouring columns of y at a time.
-            constexpr int PAIRS = (FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N) / 2;
             if (SPLIT == 1) {
                 named_sync(1, MULTIPLIERS);
             } else {
                 wait(inbox_full, turn / 2 % 2);
                 if (NORM) wait(shared.squares_full, 0);
             }
-            for (int i = threadIdx.x; i < EACH * PAIRS; i += MULTIPLIERS) {
-                const int mine = i / PAIRS, row = rank * EACH + mine, column = i % PAIRS * 2;
-                if (row >= m) break;
+#pragma unroll(FOLLOWED_BY == 1 ? MINE : 1)  // otherwise it would need more registers than there are
+            for (int j = 0; j < MINE; ++j) {
+                if (!is_there(j)) continue;
+                const int row = row_of(j), mine = row - rank * EACH, column = column_of(j);
                 float scale = X_IN_8_BITS ? row_scale[row] : 1.f;
                 if (NORM) {
                     float sum = 0.f;
@@ -470,14 +484,13 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     if (W_IN_8_BITS) sum *= column_scale[tile * BLOCK_N + at];
                     return sum * scale;
                 };
-                u32* const to = reinterpret_cast<u32*>(y + row * y_stride + tile * PAIRS * 2 + column);
                 if (FOLLOWED_BY == 2) {
                     auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };
                     const int at = column / 8 * 16 + column % 8;
-                    *to = pack(gated(at), gated(at + 1));
+                    *place(j) = pack(gated(at), gated(at + 1));
                 } else {
-                    const u32 before = FOLLOWED_BY == 1 ? *to : 0;
-                    *to = pack(total(column) + low(before), total(column + 1) + high(before));
+                    const u32 old = FOLLOWED_BY == 1 ? before[j] : 0;
+                    *place(j) = pack(total(column) + low(old), total(column + 1) + high(old));
                 }
             }
         }

@@ -1,0 +1,206 @@
+// y = x W^T for 17 to 64 rows of x, fused with the operation after it, for sm_90a: bf16 in, sums in fp32, bf16 out. The kernel reads W
+// once, at the rate of the memory.
+//   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
+//   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
+//   alternate with eight rows of up in W.
+//
+// SPLIT blocks form a cluster and divide the K columns of BLOCK_N rows of W among themselves. A warp of each block fetches boxes of
+// W and of x by TMA into a ring of STAGES stages. W does not depend on the kernel before, so the block fetches W while that kernel
+// still runs. Each of GROUPS warpgroups multiplies 64 rows of W with all rows of x by wgmma. The last warpgroup may have fewer rows of
+// W: it also multiplies what lies behind the box, and drops the results. The launcher makes shared memory reach that far.
+// Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows.
+//
+// Floor: the N * K values of W, read once.
+constexpr int COLUMNS = 64, WIDTH = 2 * COLUMNS;  // of a box; bytes of its rows
+constexpr int GROUPS = (BLOCK_N + 63) / 64, MULTIPLIERS = 128 * GROUPS;
+constexpr int BOXES = (BLOCK_N + 255) / 256, BOX_ROWS = BLOCK_N / BOXES;  // a box has at most 256 rows
+constexpr u32 W_BYTES = BLOCK_N * WIDTH, X_BYTES = ROWS * WIDTH, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int CHUNKS = K / COLUMNS;
+constexpr int PITCH = BLOCK_N + 4;  // floats; the padding puts neighbouring rows into different banks
+constexpr int EACH = (ROWS + SPLIT - 1) / SPLIT;  // the most rows of x that a block finishes
+constexpr int SUMS = ROWS / 2;  // of a thread
+constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
+constexpr int MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;
+static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_N % BOXES == 0 && BOX_ROWS % 8 == 0, "whole boxes");
+static_assert(ROWS == 32 || ROWS == 64, "the shapes of `product`");
+static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums fit into the ring");
+
+// Lies in shared memory after the ring.
+struct alignas(16) Shared {
+    float inbox[SPLIT > 1 ? SPLIT : 1][SPLIT > 1 ? EACH : 1][BLOCK_N];
+    u64 full[STAGES], empty[STAGES], inbox_full;
+};
+
+#define OUT_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
+#define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+
+// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
+__device__ __forceinline__ void product(float (&x)[16], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGS_16
+                 "}, %16, %17, p, 1, 1, 0, 0;}"
+                 : OUT_16(x, 0)
+                 : "l"(a), "l"(b), "r"(accumulate));
+}
+__device__ __forceinline__ void product(float (&x)[32], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS_16
+                 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
+                 : OUT_16(x, 0), OUT_16(x, 16)
+                 : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
+__device__ __forceinline__ void pin(float (&x)[SUMS]) {
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Returns the wgmma descriptor of a matrix. Its rows have 128 bytes and are swizzled in groups of eight.
+__device__ __forceinline__ u64 descriptor(u32 shared) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
+    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
+}
+
+// Writes x to the place in block `rank` that corresponds to `to` in this block. The barrier of block `rank` counts the bytes.
+__device__ __forceinline__ void send(int rank, float4& to, const float4& x, u64& barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     address_in(rank, address(&to))),
+                 "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
+                 "r"(address_in(rank, address(&barrier)))
+                 : "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
+#if SPLIT > 1
+    __cluster_dims__(SPLIT, 1, 1)
+#endif
+gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y, i64 m_, i64 n_,
+            i64 y_stride) {
+    extern __shared__ __align__(1024) unsigned char ring_bytes[];
+    Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
+    const int m = static_cast<int>(m_), n = static_cast<int>(n_);
+    const int rank = SPLIT > 1 ? cluster_rank() : 0, first_row = blockIdx.x / SPLIT * BLOCK_N;
+    const int first = rank * CHUNKS / SPLIT, steps = (rank + 1) * CHUNKS / SPLIT - first;
+    const int each = (m + SPLIT - 1) / SPLIT, begin = min(rank * each, m), count = min(each, m - begin);  // the rows that it finishes
+
+    let_next_begin();
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            barrier_init(shared.full[i], 1);
+            barrier_init(shared.empty[i], GROUPS);
+        }
+        barrier_init(shared.inbox_full, 1);
+        barriers_are_there();
+        if (SPLIT > 1) arrive_expecting(shared.inbox_full, SPLIT * count * BLOCK_N * sizeof(float));
+    }
+    __syncthreads();
+    if (SPLIT > 1) cluster_arrive();
+
+    if (threadIdx.x >= MULTIPLIERS) {
+        if (threadIdx.x == MULTIPLIERS) {
+            Ring<STAGES> ring{0, 1};
+            auto fetch_w = [&](int step) {
+                const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
+                wait(shared.empty[ring.stage], ring.parity);
+                arrive_expecting(shared.full[ring.stage], STAGE_BYTES);
+#pragma unroll
+                for (int i = 0; i < BOXES; ++i)
+                    fetch(stage + i * BOX_ROWS * WIDTH, w, (first + step) * COLUMNS, first_row + i * BOX_ROWS, shared.full[ring.stage]);
+            };
+            auto fetch_x = [&](int stage, int step) {
+                fetch(address(ring_bytes) + stage * STAGE_BYTES + W_BYTES, x, (first + step) * COLUMNS, 0, shared.full[stage]);
+            };
+            const int ahead = min(STAGES, steps);
+            for (int step = 0; step < ahead; ++step) {
+                fetch_w(step);
+                ring.advance();
+            }
+            wait_for_previous();
+            for (int step = 0; step < ahead; ++step) fetch_x(step, step);
+            for (int step = ahead; step < steps; ++step) {
+                fetch_w(step);
+                fetch_x(ring.stage, step);
+                ring.advance();
+            }
+        } else {
+            wait_for_previous();
+        }
+        if (SPLIT > 1) cluster_wait();
+    } else {
+        wait_for_previous();
+        const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+
+        // A thread finishes MINE times two neighbouring columns of y.
+        const int width = FOLLOWED_BY == 2 ? n / 2 : n, first_column = blockIdx.x / SPLIT * WIDE;
+        auto row_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) / PAIRS; };
+        auto column_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) % PAIRS * 2; };
+        auto is_there = [&](int j) { return row_of(j) < count && first_column + column_of(j) < width; };
+        auto place = [&](int j) { return reinterpret_cast<u32*>(y + (begin + row_of(j)) * y_stride + first_column + column_of(j)); };
+        u32 before_it[FOLLOWED_BY == 1 ? MINE : 1];
+        if (FOLLOWED_BY == 1) {  // now, because each load takes half a microsecond
+#pragma unroll
+            for (int j = 0; j < MINE; ++j) before_it[j] = is_there(j) ? *place(j) : 0;
+        }
+
+        float sums[SUMS];
+        Ring<STAGES> ring{0, 0};
+        int before = 0;
+        for (int step = 0; step < steps; ++step) {
+            const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
+            wait(shared.full[ring.stage], ring.parity);
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                product(sums, descriptor(stage + group * 64 * WIDTH + i * 32), descriptor(stage + W_BYTES + i * 32), step + i > 0);
+            products_commit();
+            if (step > 0) {
+                products_wait<1>();
+                if (thread == 0) arrive(shared.empty[before]);
+            }
+            before = ring.stage;
+            ring.advance();
+        }
+        products_wait<0>();
+        pin(sums);
+
+        named_sync(1, MULTIPLIERS);  // all warpgroups have read the ring, which now takes the sums
+        float(*const partial)[PITCH] = reinterpret_cast<float(*)[PITCH]>(ring_bytes);  // [ROWS]
+        const int lane = thread % 32, w_row = group * 64 + thread / 32 * 16;
+        if (w_row < BLOCK_N) {
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) partial[i / 4 * 8 + lane % 4 * 2 + i % 2][w_row + lane / 4 + i / 2 % 2 * 8] = sums[i];
+        }
+        named_sync(1, MULTIPLIERS);
+        if (SPLIT > 1) {
+            cluster_wait();  // all blocks of the cluster have their barriers
+            for (int i = threadIdx.x; i < m * (BLOCK_N / 4); i += MULTIPLIERS) {
+                const int row = i / (BLOCK_N / 4), column = i % (BLOCK_N / 4) * 4, owner = row / each;
+                send(owner, *reinterpret_cast<float4*>(&shared.inbox[rank][row - owner * each][column]),
+                     *reinterpret_cast<const float4*>(&partial[row][column]), shared.inbox_full);
+            }
+            wait(shared.inbox_full, 0);
+        }
+
+#pragma unroll
+        for (int j = 0; j < MINE; ++j) {
+            if (!is_there(j)) continue;
+            const int row = row_of(j), column = column_of(j);
+            auto total = [&](int at) {
+                if (SPLIT == 1) return partial[row][at];
+                float sum = 0.f;
+#pragma unroll
+                for (int b = 0; b < SPLIT; ++b) sum += shared.inbox[b][row][at];
+                return sum;
+            };
+            if (FOLLOWED_BY == 2) {
+                auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };
+                const int at = column / 8 * 16 + column % 8;
+                *place(j) = pack(gated(at), gated(at + 1));
+            } else {
+                const u32 old = FOLLOWED_BY == 1 ? before_it[j] : 0;
+                *place(j) = pack(total(column) + low(old), total(column + 1) + high(old));
+            }
+        }
+    }
+    if (SPLIT > 1) cluster_sync();  // no block exits while another may still write to its shared memory
+}

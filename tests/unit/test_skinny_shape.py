@@ -1,0 +1,56 @@
+"""The division of a skinny product among blocks. The division is computed without a GPU."""
+
+import pytest
+import torch
+
+from engine.kernels import gemm_skinny
+from engine.kernels.gemm_skinny import MOST_ROWS, skinny_shape, skinny_shapes
+
+SMS = 132
+SHARED_BYTES = 227 << 10  # of a multiprocessor of sm_90
+# N and K of Qwen3 0.6B, 4B, 8B and 14B, and of a head.
+PRODUCTS = [(4096, 1024), (1024, 3072), (19456, 2560), (2560, 9728), (24576, 4096), (4096, 12288), (34816, 5120), (151936, 2560)]
+
+
+@pytest.mark.parametrize(("n", "k"), PRODUCTS)
+@pytest.mark.parametrize("m", [17, 32, 33, MOST_ROWS])
+def test_every_shape_fits(n: int, k: int, m: int) -> None:
+    shapes = [shape for _, shape in skinny_shapes(n, k, m, SMS)]
+    assert shapes
+    for shape in shapes:
+        assert m <= shape.rows <= MOST_ROWS
+        assert shape.shared_bytes() <= SHARED_BYTES
+        assert shape.threads <= 1024
+        in_a_box = shape.block_n // shape.boxes
+        assert (in_a_box % 8, shape.block_n % 16) == (0, 0)
+        assert in_a_box <= 256, "TMA fetches at most 256 rows"
+        behind = -shape.block_n % 64 * 128  # bytes that the last warpgroup reads behind the last stage's rows of W
+        assert shape.stages * (shape.block_n + shape.rows) * 128 - shape.rows * 128 + behind <= shape.shared_bytes()
+
+
+@pytest.mark.parametrize(("n", "k"), PRODUCTS)
+@pytest.mark.parametrize("sms", [16, 60, 78, 114, 132])
+def test_a_smaller_chip_has_a_shape_too(n: int, k: int, sms: int) -> None:
+    assert skinny_shape(n, k, 64, sms) is not None
+
+
+@pytest.mark.parametrize(("n", "k"), PRODUCTS)
+def test_the_chosen_one_has_work_for_half_the_chip_and_more(n: int, k: int) -> None:
+    shape = skinny_shape(n, k, 64, SMS)
+    assert shape is not None
+    assert shape.split * -(-n // shape.block_n) > SMS / 2 - shape.split
+
+
+@pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024)])
+def test_what_cannot_be_cut_is_none(n: int, k: int) -> None:
+    assert skinny_shape(n, k, 64, SMS) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "takes"), [(64, torch.bfloat16, True), (65, torch.bfloat16, False), (64, torch.float16, False)]
+)
+def test_only_up_to_64_rows_in_bf16(m: int, dtype: torch.dtype, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_skinny, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gemm_skinny, "num_sms", lambda device: SMS)
+    x, w = torch.zeros(m, 1024, dtype=dtype), torch.zeros(4096, 1024, dtype=dtype)
+    assert (gemm_skinny.skinny_shape_of(x, w) is not None) == takes
