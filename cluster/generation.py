@@ -22,10 +22,12 @@ from engine.run.stages import why_on_one_device
 _CONTEXT = 8192
 _STREAMS = 4
 
-# Measured on an H200 with models of 28 and 36 layers (loadtests/results/generate.md): for each layer, the time of a decode step
-# in which the GPU starts kernels or waits for their ends; and the host's time for each step, and for each stream of a step.
+# Measured on an H200 with models of 28 to 40 layers (loadtests/results/generate.md): for each layer, the time of a decode step in
+# which the GPU starts kernels or waits for their ends; and the host's time for each step, and for each stream of a step.
 _LAYER_S = 18e-6
-_HOST_S, _HOST_STREAM_S = 650e-6, 16e-6
+_HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
+# A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
+_NOT_HIDDEN = 0.3
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
 _CPU_READ_SHARE = 0.36
 # The share of the card's attention rate that prompts of 8,192 tokens reach on an H200.
@@ -177,13 +179,14 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     wide = compute_dtype(dtype).itemsize
     head = config.vocab_size * config.hidden_size * wide if has_head else 0
     layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
-    read = layers + head + streams * _cached_bytes(config, dtype, length)
+    read, cached = layers + head, streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time. A
     # weight in 4 bits is multiplied in bf16.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
     if not node.cards:
-        return read / (_CPU_READ_SHARE * speed.copy) + multiplied_s
-    return len(config.layers) * _LAYER_S + read / speed.copy + multiplied_s
+        return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s
+    shorter, longer = sorted((read / speed.copy, multiplied_s))
+    return len(config.layers) * _LAYER_S + cached / speed.copy + longer + _NOT_HIDDEN * shorter
 
 
 def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:

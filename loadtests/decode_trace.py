@@ -5,6 +5,7 @@ python -m loadtests.decode_trace MODEL[:STREAMS,...] ...
 STREAMS are the numbers of streams to trace; 0 stands for the whole run of `loadtests.generate`. Prints tables.
 """
 
+import gc
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -165,4 +166,5 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
             save(MODELS[name], Path(path))
             trace(name, [int(each) for each in (streams or "64,256,0").split(",")], Path(path))
+        gc.collect()  # an engine is part of cycles
         torch.cuda.empty_cache()

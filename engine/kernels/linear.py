@@ -1,9 +1,9 @@
 """x W^T in 16 bits without a bias, with the operations around it.
 
-`linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except on a Hopper chip:
+`linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except on Hopper:
 
-* For up to 16 rows (`few_rows`) and up to 64 rows (`gemm_skinny`), because reading W takes most of the time.
-* For SwiGLU after a product that is large enough to fill the chip (`gemm_hopper`).
+* `few_rows` for up to 16 rows and `gemm_skinny` for up to 64, because reading W takes most of the time.
+* `gemm_hopper` for SwiGLU after a product that is large enough to fill the chip.
 
 docs/decisions/022 and 063.
 """
