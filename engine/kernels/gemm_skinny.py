@@ -54,11 +54,15 @@ class SkinnyShape:
         return self.stages * _stage_bytes(self.rows, self.block_n) + _fixed_bytes(self.rows, self.split, self.block_n)
 
 
-def skinny_shapes(n: int, k: int, m: int, sms: int) -> Iterator[tuple[float, SkinnyShape]]:
-    """Yields the possible shapes for W [n, k] and m rows of x, each with its predicted nanoseconds."""
+def padded(m: int) -> int:
+    """Returns the number of rows of the compiled kernel."""
+    return 32 if m <= 32 else MOST_ROWS
+
+
+def skinny_shapes(n: int, k: int, rows: int, sms: int) -> Iterator[tuple[float, SkinnyShape]]:
+    """Yields the possible shapes for W [n, k], each with its predicted nanoseconds. `rows`: rows of x, `padded`."""
     if k % _COLUMNS or n % 16:
         return
-    rows = 32 if m <= 32 else MOST_ROWS
     for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, 16), (1, 2)):
         boxes = -(-block_n // _MOST_BOX_ROWS)
         steps, stage = -(-k // _COLUMNS // split), _stage_bytes(rows, block_n)
@@ -78,16 +82,16 @@ def skinny_shapes(n: int, k: int, m: int, sms: int) -> Iterator[tuple[float, Ski
 
 
 @lru_cache
-def skinny_shape(n: int, k: int, m: int, sms: int) -> SkinnyShape | None:
+def skinny_shape(n: int, k: int, rows: int, sms: int) -> SkinnyShape | None:
     """Returns the fastest of the possible shapes; None if there is none."""
-    return min(skinny_shapes(n, k, m, sms), key=itemgetter(0), default=(0, None))[1]
+    return min(skinny_shapes(n, k, rows, sms), key=itemgetter(0), default=(0, None))[1]
 
 
 def skinny_shape_of(x: Tensor, weight: Tensor) -> SkinnyShape | None:
     """Returns the shape for `gemm_skinny`; None if `gemm_skinny` does not take this chip, dtype, or number of rows."""
     if len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
-    return skinny_shape(len(weight), x.shape[1], len(x), num_sms(x.device))
+    return skinny_shape(len(weight), x.shape[1], padded(len(x)), num_sms(x.device))
 
 
 def gemm_skinny(

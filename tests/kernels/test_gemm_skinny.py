@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from engine.kernels import reference
 from engine.kernels.gemm_hopper import FollowedBy
-from engine.kernels.gemm_skinny import SkinnyShape, gemm_skinny, skinny_shape
+from engine.kernels.gemm_skinny import SkinnyShape, gemm_skinny, padded, skinny_shape
 from engine.kernels.launch import num_sms
 from engine.kernels.linear import interleaved
 
@@ -43,7 +43,7 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(("n", "k", "cut"), CASES)
 @pytest.mark.parametrize("m", [1, 17, 32, 33, 48, 57, 64])
 def test_gemm_skinny(m: int, n: int, k: int, cut: tuple[int, int, int] | None, followed_by: FollowedBy) -> None:
-    shape = SkinnyShape(32 if m <= 32 else 64, *cut) if cut else skinny_shape(n, k, m, num_sms(DEVICE))
+    shape = SkinnyShape(padded(m), *cut) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE))
     assert shape is not None, "these are models' shapes"
     x, w, residual = operands(m, n, k)
 
