@@ -198,8 +198,8 @@ def test_stages_decode_as_fast_as_the_slowest_one() -> None:
 
     alone = decode_tokens_per_s(config, BF16, node, 1, 1000)
     assert decode(even, 1) == pytest.approx(alone, rel=0.01)  # a single stream passes one stage after the other
-    # Two groups read all weights twice, each on two cards. The times of keys and values are halved, and those of products that the
-    # weights do not hide.
+    # Two groups read all weights twice, each on two cards. This halves the times of keys and values, and of products where the
+    # weights do not hide them.
     assert 1.15 < decode(even, 64) / decode_tokens_per_s(config, BF16, node, 64, 1000) < 1.5
     assert decode(even, 320) / decode_tokens_per_s(config, BF16, node, 320, 1000) > 1.6
     assert decode((range(30), range(30, 36)), 64) < 0.75 * decode(even, 64)
