@@ -1,5 +1,14 @@
 // Functions that the kernels share. For sm_90 and later: barriers in shared memory, TMA, and the shared memory of a cluster.
 // For all chips: the overlap of kernels, which does nothing before sm_90, and a transpose.
+
+// Waits until the previous kernel has ended. Kernels overlap: before this call a kernel may do only work that does not depend on
+// the previous kernel. Every thread makes this call. Before sm_90 it does nothing.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 #if __CUDA_ARCH__ >= 900
 typedef unsigned long long u64;
 
@@ -76,6 +85,34 @@ __device__ __forceinline__ void arrive_at(u64& barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, address(&barrier))) : "memory");
 }
 
+// Fetches all boxes of a block into its ring, in one thread. W does not depend on the kernel before, so the ring fills with W before
+// that kernel has ended. `fetch_w` waits for the stage and announces the bytes of both operands.
+template <int LENGTH, typename FetchW, typename FetchX>
+__device__ __forceinline__ void fetch_all(Ring<LENGTH>& ring, int steps, FetchW fetch_w, FetchX fetch_x) {
+    const int ahead = min(LENGTH, steps);
+    for (int step = 0; step < ahead; ++step) {
+        fetch_w(step);
+        ring.advance();
+    }
+    wait_for_previous();
+    for (int step = 0; step < ahead; ++step) fetch_x(step, step);
+    for (int step = ahead; step < steps; ++step) {
+        fetch_w(step);
+        fetch_x(ring.stage, step);
+        ring.advance();
+    }
+}
+
+// Writes x to the place in block `rank` of the cluster that corresponds to `to` in this block. The barrier of block `rank` counts
+// the bytes.
+__device__ __forceinline__ void send_to(int rank, float4& to, const float4& x, u64& barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     address_in(rank, address(&to))),
+                 "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
+                 "r"(address_in(rank, address(&barrier)))
+                 : "memory");
+}
+
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -84,6 +121,11 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Returns the wgmma descriptor of a matrix. Its rows have 128 bytes and are swizzled in groups of eight.
+__device__ __forceinline__ u64 descriptor(u32 shared) {
+    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
+    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
+}
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
@@ -91,13 +133,6 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
 #endif
 #endif
 
-// Waits until the previous kernel has ended. Kernels overlap: before this call a kernel may do only work that does not depend on
-// the previous kernel. Every thread makes this call. Before sm_90 it does nothing.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 // Lets the next kernel begin and run up to its `wait_for_previous`. When all blocks of this kernel have made this call, blocks of
 // the next kernel start wherever a multiprocessor has resources left.
 __device__ __forceinline__ void let_next_begin() {

@@ -255,11 +255,7 @@ __device__ __forceinline__ void send(int rank, float4& to, const float4& x, u64&
     if (SPLIT == 1)
         to = x;
     else
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                         address_in(rank, address(&to))),
-                     "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
-                     "r"(address_in(rank, address(&barrier)))
-                     : "memory");
+        send_to(rank, to, x, barrier);
 }
 __device__ __forceinline__ void send(int rank, float& to, float x, u64& barrier) {
     if (SPLIT == 1)
@@ -323,18 +319,7 @@ few_rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     fetch(address(x_boxes) + (stage * X_BOXES + i) * X_BOX, x, first_column + step % CHUNKS * COLUMNS + i * 64, 0,
                           shared.full[stage]);
             };
-            const int ahead = min(STAGES, steps);
-            for (int step = 0; step < ahead; ++step) {
-                fetch_w(step);
-                ring.advance();
-            }
-            wait_for_previous();
-            for (int step = 0; step < ahead; ++step) fetch_x(step, step);
-            for (int step = ahead; step < steps; ++step) {
-                fetch_w(step);
-                fetch_x(ring.stage, step);
-                ring.advance();
-            }
+            fetch_all(ring, steps, fetch_w, fetch_x);
         } else {
             wait_for_previous();
         }

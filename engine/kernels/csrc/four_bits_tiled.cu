@@ -115,12 +115,6 @@ __device__ __forceinline__ void pin(const u32 (&a)[GROUP / 16][4]) {
 #pragma unroll
     for (int j = 0; j < GROUP / 16; ++j) asm volatile("" ::"r"(a[j][0]), "r"(a[j][1]), "r"(a[j][2]), "r"(a[j][3]) : "memory");
 }
-// Returns the wgmma descriptor of a box.
-__device__ __forceinline__ u64 descriptor(u32 shared) {
-    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
-    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
-}
-
 // Two operands of W: for the products of the present group of a strip, and for those of the next one.
 constexpr int NUMBER = COLUMNS / GROUP * TALL;  // groups of all strips of a warp in a step
 struct Operands {

@@ -83,12 +83,6 @@ __device__ __forceinline__ void pin(Sum (&x)[ACCUMULATORS]) {
     for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("" : OUT_1(x[i])::"memory");
 }
 
-// Returns the wgmma descriptor of a matrix. Its rows have 128 bytes and are swizzled in groups of eight.
-__device__ __forceinline__ u64 descriptor(u32 shared) {
-    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
-    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
-}
-
 // ---- the two roles ----
 
 // The tiles of the clusters, CLUSTER * BLOCK_M x BLOCK_N, in the order in which they are computed.

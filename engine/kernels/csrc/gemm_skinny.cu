@@ -55,21 +55,6 @@ __device__ __forceinline__ void pin(float (&x)[SUMS]) {
     for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Returns the wgmma descriptor of a matrix. Its rows have 128 bytes and are swizzled in groups of eight.
-__device__ __forceinline__ u64 descriptor(u32 shared) {
-    constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP_OF_8 = (1024ull >> 4) << 32;
-    return SWIZZLE_128 | GROUP_OF_8 | (shared >> 4);
-}
-
-// Writes x to the place in block `rank` that corresponds to `to` in this block. The barrier of block `rank` counts the bytes.
-__device__ __forceinline__ void send(int rank, float4& to, const float4& x, u64& barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     address_in(rank, address(&to))),
-                 "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(__float_as_uint(x.z)), "r"(__float_as_uint(x.w)),
-                 "r"(address_in(rank, address(&barrier)))
-                 : "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
@@ -110,18 +95,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             auto fetch_x = [&](int stage, int step) {
                 fetch(address(ring_bytes) + stage * STAGE_BYTES + W_BYTES, x, (first + step) * COLUMNS, 0, shared.full[stage]);
             };
-            const int ahead = min(STAGES, steps);
-            for (int step = 0; step < ahead; ++step) {
-                fetch_w(step);
-                ring.advance();
-            }
-            wait_for_previous();
-            for (int step = 0; step < ahead; ++step) fetch_x(step, step);
-            for (int step = ahead; step < steps; ++step) {
-                fetch_w(step);
-                fetch_x(ring.stage, step);
-                ring.advance();
-            }
+            fetch_all(ring, steps, fetch_w, fetch_x);
         } else {
             wait_for_previous();
         }
@@ -175,7 +149,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             cluster_wait();  // all blocks of the cluster have their barriers
             for (int i = threadIdx.x; i < m * (BLOCK_N / 4); i += MULTIPLIERS) {
                 const int row = i / (BLOCK_N / 4), column = i % (BLOCK_N / 4) * 4, owner = row / each;
-                send(owner, *reinterpret_cast<float4*>(&shared.inbox[rank][row - owner * each][column]),
+                send_to(owner, *reinterpret_cast<float4*>(&shared.inbox[rank][row - owner * each][column]),
                      *reinterpret_cast<const float4*>(&partial[row][column]), shared.inbox_full);
             }
             wait(shared.inbox_full, 0);
