@@ -16,6 +16,8 @@ from engine.kernels.launch import Kernel, half, runs_on
 PAGE = 128  # tokens
 # The most parts of one sequence. The block that adds them up has a factor for each part and query head in shared memory.
 MOST_PARTS = 256
+# A sequence of up to so many pages is one part, because adding up two parts takes longer than to read a few more pages.
+_WHOLE_PAGES = 3
 _EXTRA_BYTES = 1024  # shared memory beside the rings
 
 
@@ -137,6 +139,7 @@ def decode_items(
     num_blocks: int,
     window: int | None = None,
     first_row: int = 0,
+    num_settled: int = 0,
 ) -> NDArray[np.int32]:
     """Divide the keys of each sequence into parts of whole pages, so that all parts together have about `num_blocks` blocks.
 
@@ -150,9 +153,11 @@ def decode_items(
         num_blocks: the number of blocks that the chip should have: two or three for each multiprocessor.
         window: a token sees no token further away than this. None: no limit.
         first_row: the row of q that belongs to lengths[0].
+        num_settled: earlier passes stored all keys of the first `num_settled` rows except each row's last key. The kernel reads
+            these keys while the kernels before it still run.
     Returns: [n, 8] int32, n at most `most_items`: the row of q, the place of the part's first page in the array of pages, the
         part's first key and the end of its keys (counted from the start of that page), the part's index in its sequence, the
-        number of parts of the sequence, the item of the sequence's first part, 0.
+        number of parts of the sequence, the item of the sequence's first part, whether the row is settled (0 or 1).
     """
     # Few operations, in place: each takes a microsecond, and all of them run between two decode steps.
     lengths = np.asarray(lengths, np.int32)
@@ -160,7 +165,8 @@ def decode_items(
     first_pages = begins // PAGE
     pages = (lengths + (PAGE - 1)) // PAGE - first_pages
     longest = int(pages.max(initial=1))
-    most = max(1, -(-int(pages.sum()) * num_kv_heads // num_blocks), -(-longest // MOST_PARTS))
+    least = longest if longest <= _WHOLE_PAGES else 1
+    most = max(least, -(-int(pages.sum()) * num_kv_heads // num_blocks), -(-longest // MOST_PARTS))
     if longest <= most:
         parts, sizes = (pages > 0).astype(np.int32), pages
     else:  # as few parts as `most` allows, then as few pages as this number of parts allows
@@ -176,6 +182,7 @@ def decode_items(
     of_sequence[:, 3] = lengths - first_pages * PAGE
     of_sequence[:, 4] = sizes
     of_sequence[:, 5] = parts
+    of_sequence[:num_settled, 7] = 1
     of_sequence = of_sequence[order]
     parts = of_sequence[:, 5]
     of_sequence[:, 6] = np.cumsum(parts) - parts

@@ -87,6 +87,13 @@ def in_8_bits(made: Step) -> Step:
     return replace(made, cache=cache, codes=codes)
 
 
+def settled(items: Tensor) -> Tensor:
+    """The same items, for sequences whose keys before the last one were stored by an earlier pass."""
+    items = items.clone()
+    items[:, 7] = items[:, 5] > 0
+    return items
+
+
 def ours(
     made: Step, items: Tensor, workspace: DecodeWorkspace, dtype: torch.dtype | None = None, shape: DecodeShape | None = None
 ) -> Tensor:
@@ -112,6 +119,7 @@ def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None) -> lis
         assert_as_close_as_torch(out, low, exact)
         assert ((out.double() - exact).abs() <= allowed).all()
         assert torch.equal(ours(made, items, workspace, shape=shape), out), "the same bits, whichever block is last"
+        assert torch.equal(ours(made, settled(items), workspace, shape=shape), out)
         parts.append(int(items[:, 5].max()))
     return parts
 
@@ -284,3 +292,33 @@ def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
             torch.cuda.synchronize()
         assert torch.equal(y, x)
         assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("lengths", [(1,), (16,), (17,), (129,), (384,), (900,)])
+def test_the_last_key_of_a_settled_sequence_comes_from_the_kernel_before(lengths: tuple[int]) -> None:
+    """Each kernel of a graph writes its result over the last value, which the next one reads."""
+    made, num_blocks, num_layers = step(128, 1, lengths), 16, 12
+    items, workspace = settled(made.items(num_blocks)), made.workspace(num_blocks)
+    key = lengths[0] - 1
+    slot = int(made.pages[made.offsets[0] + key // PAGE]) * PAGE + key % PAGE
+    before, last = made.cache[1, slot].clone(), made.cache[1, slot : slot + 1]
+
+    def run(wait: bool) -> Tensor:
+        for _ in range(num_layers):
+            kernels.attention_decode(made.q, made.cache, items, made.pages, workspace, out=last)
+            if wait:
+                torch.cuda.synchronize()
+        return last
+
+    expected = run(wait=True).clone()
+    last.copy_(before)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(wait=False)
+    for _ in range(20):
+        last.copy_(before)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(last, expected)

@@ -44,8 +44,8 @@ def test_every_key_that_a_row_sees_lies_in_one_part(sizes: list[int], heads: int
 @given(lengths, kv_heads, blocks, windows)
 def test_parts_of_a_sequence_follow_each_other(sizes: list[int], heads: int, num_blocks: int, window: int | None) -> None:
     items = decode_items(sizes, offsets_of(sizes), heads, num_blocks, window).tolist()
-    for at, (row, page_at, _, end, part, parts, first_item, zero) in enumerate(items):
-        assert (first_item, zero) == (at - part, 0)
+    for at, (row, page_at, _, end, part, parts, first_item, settled) in enumerate(items):
+        assert (first_item, settled) == (at - part, 0)
         assert 0 <= part < parts <= MOST_PARTS
         if part + 1 < parts:
             assert end % PAGE == 0, "only the last part ends inside a page"
@@ -72,6 +72,8 @@ def test_there_are_no_more_items_than_a_graph_has_room_for(
     [
         ([800] * 256, [1] * 256),  # whole sequences already fill the chip
         ([800], [7]),
+        ([384, 130], [1, 1]),  # so few pages take less time than it takes to add up parts
+        ([385, 130], [4, 2]),
         ([4096] * 8, [4] * 8),  # 256 blocks of 8 pages
         ([32_768] + [100] * 255, [16] + [1] * 255),  # one long sequence does not keep one block busy after all others
         ([0], []),
@@ -81,6 +83,12 @@ def test_there_are_no_more_items_than_a_graph_has_room_for(
 def test_as_many_parts_as_fill_the_chip(sizes: list[int], parts: list[int]) -> None:
     items = decode_items(sizes, offsets_of(sizes), 8, 264)
     assert items[items[:, 4] == 0][:, 5].tolist() == parts
+
+
+def test_all_parts_of_the_first_rows_are_settled() -> None:
+    items = decode_items([800, 100, 0, 3000, 20, 800], [0, 7, 8, 8, 32, 33], 8, 264, first_row=2, num_settled=3)
+    assert items[:, 5].max() > 1
+    assert items[:, 7].tolist() == [int(row < 5) for row in items[:, 0]]
 
 
 def test_a_long_sequence_has_few_enough_parts_to_be_added_up() -> None:
@@ -96,7 +104,7 @@ def test_the_reference_is_attention_of_the_keys_in_the_pages(window: int | None)
     pages = torch.randperm(offsets[-1] + 8).int()
     q, cache = torch.randn(7, 4, 32), torch.randn(2, len(pages) * PAGE, 2, 32)
     items = torch.from_numpy(decode_items(sizes, offsets, 2, 40, window, first_row=1))
-    assert items[:, 5].max() > 1 or window == 0
+    assert items[:, 5].max() > 1 or window in (0, 130)
     items = torch.cat((items[:2], torch.zeros(3, 8, dtype=torch.int32), items[2:]))
     workspace = DecodeWorkspace.create(0, 4, 32, q.device)
     out = kernels.attention_decode(q, cache, items, pages, workspace, out=torch.full(q.shape, torch.nan))

@@ -2,7 +2,7 @@
 //   q [B, K * GROUP, D] in 16 bits, strided rows. cache [2, S, K, D]: keys, then values. A page is 128 slots.
 //   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
-//   sequence's first part, 0. first == end is padding: the block does nothing. A row without an item is not written.
+//   sequence's first part, whether all keys but the sequence's last are settled. first == end is padding: the block does nothing. A row without an item is not written.
 //   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh).
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
@@ -27,7 +27,8 @@
 // Several parts: each block leaves its result in the workspace and counts itself. The last block of a sequence and key head adds
 // up the parts in their order, so the sum does not depend on which block is last.
 //
-// Items and pages come from the host. They are read while the kernel before still runs, so that kernel must not write them.
+// Items and pages come from the host. They are read while the kernel before still runs, so that kernel must not write them. Settled
+// keys and values were stored by an earlier pass. The first of them are fetched while the kernels before this one still run.
 //
 // Floor: the bytes of the keys and values, and of their scales.
 #define D HEAD_DIM
@@ -199,8 +200,6 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
     int page[STAGES];
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) page[s] = empty ? 0 : page_of(first_group + s * WARPS);
-    wait_for_previous();
-    if (empty) return;
 
     const int kv_head = blockIdx.x / HEAD_TILES, tile = blockIdx.x % HEAD_TILES;
     const int head = kv_head * GROUP + tile * BLOCK_ROWS, rows = min(BLOCK_ROWS, GROUP - tile * BLOCK_ROWS);
@@ -218,9 +217,17 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
         if (lane < 2) copy_async(stage + 2 * TILE + lane * 16, lane_scales + slot, true);
 #endif
     };
+    // The first group whose keys a kernel of this pass may store.
+    const int first_new = empty || !split.w ? 0 : split.x + 1 < parts ? last_group + 1 : last_group;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s)
+        if (first_group + s * WARPS < first_new) fetch(ring + s * STAGE, first_group + s * WARPS, page[s]);
+    wait_for_previous();
+    if (empty) return;
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        if (first_group + s * WARPS <= last_group) fetch(ring + s * STAGE, first_group + s * WARPS, page[s]);
+        const int group = first_group + s * WARPS;
+        if (group >= first_new && group <= last_group) fetch(ring + s * STAGE, group, page[s]);
         copy_commit();
     }
     int next_page = page[STAGES - 1];
