@@ -51,6 +51,13 @@ def current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def begin_thread(device: torch.device) -> None:
+    """Makes a GPU the current device of a new thread. Does nothing for a CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.current_stream(device).query()  # gives the thread a CUDA context, which cuBLAS and our launches need
+
+
 def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> torch.dtype:
     """The dtype of this name. "auto" is bfloat16 if the device multiplies it natively. Otherwise it is float16 on a GPU if the
     model does not overflow float16, else float32.

@@ -36,6 +36,7 @@ from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.later_stage import LaterStage, StageOptions
+from engine.run.layers import layers_of
 from engine.run.pack import BatchPacker
 from engine.run.pipeline import Pipeline
 from engine.run.ring import Ring, Store
@@ -107,7 +108,8 @@ class Engine:
             self.packer = replace(self.packer, tiling=replace(self.packer.tiling, capability=LEAST_TILED))  # for its kernels
         self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline | RingPipeline  # a CudaPipeline is a StreamRunner
         if ring is not None:
-            self.runner = RingPipeline(self.network, self.packer, cache, device, ring)
+            layers = layers_of(self.network.model, self.packer, device, cache, config, dtype)
+            self.runner = RingPipeline(self.network, self.packer, layers, device, ring)
         elif parts.earlier and caches:
             self.runner = self._pipeline(parts.earlier, caches)
         elif device.type == "cpu" or (cache is not None and self.packer.tiling is None):

@@ -184,12 +184,17 @@ def assemble(
         language_head, prompts: of a generation model.
         dtype: of everything except the layers' products.
     """
-    heads = config.n_heads, config.n_kv_heads
-    tiles = None if model.eager_only else tiling(heads, config.head_dim, dtype, device, config.causal, model.biases_scores)
-    packer = BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
+    packer = packer_of(config, model, dtype, device)
     name = f"{config.architecture} with pooling {config.pooling}"
     network = Network(name, model, vector_head, outputs, config.embedding_size, language_head)
     return Loaded(tokenizer, network, packer, prompts)
+
+
+def packer_of(config: ModelConfig, model: Model, dtype: torch.dtype, device: torch.device) -> BatchPacker:
+    """`dtype`: as in `assemble`."""
+    heads = config.n_heads, config.n_kv_heads
+    tiles = None if model.eager_only else tiling(heads, config.head_dim, dtype, device, config.causal, model.biases_scores)
+    return BatchPacker(config.pooling, config.embedding_size, tiles, config.tells_segments, model.shares_prefixes)
 
 
 def _load_stage(stage: Stage, checkpoint: Checkpoint) -> Model:

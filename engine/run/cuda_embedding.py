@@ -14,10 +14,11 @@ from torch import Tensor
 from engine.model.base import Model
 from engine.run.batch import BatchShape
 from engine.run.cuda import CudaRunner
-from engine.run.cuda_pipeline import Link, receive
+from engine.run.cuda_pipeline import Link
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
+from engine.run.stage_layers import receive
 
 
 class EmbeddingStage:

@@ -21,13 +21,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.devices import begin_thread
 from engine.errors import DeviceLost, EngineStopped
 
 SILENT_S = 20.0
 _BEAT_S = 2.0
 # All processes join within this time. Their weights are loaded before.
 _JOIN_S = 60.0
-_SILENT = timedelta(seconds=SILENT_S)
+# The numbers of a message's first transfer, which hold all of `about` in most messages. Each transfer of gloo takes 0.1 ms.
+_HEAD = 1024
+_SILENT, _JOIN = timedelta(seconds=SILENT_S), timedelta(seconds=_JOIN_S)
 _TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 
 
@@ -45,6 +48,7 @@ class Message(NamedTuple):
     kind: Kind
     about: NDArray[np.int32]
     hidden: Tensor | None = None  # [n, C], on the device of this process
+    computed: torch.cuda.Event | None = None  # the GPU has computed `hidden` after this event
 
 
 NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
@@ -66,8 +70,7 @@ class Store:
     def __init__(self, host: str, num_stages: int) -> None:
         """`host`: the address of this machine by which the other processes reach it."""
         self._host, self._num_stages = host, num_stages
-        timeout = timedelta(seconds=_JOIN_S)
-        self.store = _TCPStore(host, 0, num_stages, True, timeout, wait_for_workers=False)
+        self.store = _TCPStore(host, 0, num_stages, True, _JOIN, wait_for_workers=False)
 
     def place(self, stage: int) -> Place:
         return Place(self._host, self.store.port, stage, self._num_stages)
@@ -100,15 +103,28 @@ class Ring:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock, self._ended = threading.Lock(), False
         self._threads: list[threading.Thread] = []
+        self._out: dist.ProcessGroup | None = None
+        self._in: dist.ProcessGroup | None = None
         self._on_message: Callable[[Message], None] = lambda _: None
         self._on_end: Callable[[EngineStopped | None], None] = lambda _: None
-        timeout = timedelta(seconds=_JOIN_S)
         try:
-            kept = _TCPStore(place.host, place.port, place.num_stages, False, timeout) if store is None else store.store
+            kept = _TCPStore(place.host, place.port, place.num_stages, False, _JOIN) if store is None else store.store
             backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=kept, rank=place.stage, world_size=place.num_stages, timeout=timeout)
+            dist.init_process_group(backend, store=kept, rank=place.stage, world_size=place.num_stages, timeout=_JOIN)
+            if device.type == "cuda":
+                self._connect(place)
         except (RuntimeError, ValueError) as error:
             raise DeviceLost(f"{self._name(place.stage)} cannot join the others: {error}") from error
+
+    def _connect(self, place: Place) -> None:
+        """Makes a group for each connection of the ring. NCCL computes the operations of a group one after the other.
+
+        In one group for both directions, two neighbours that both send first would wait for each other.
+        """
+        pairs = [[stage, (stage + 1) % place.num_stages] for stage in range(place.num_stages)]
+        groups = [dist.new_group(pair, _JOIN, "nccl") for pair in pairs]
+        self._out, self._in = groups[place.stage], groups[self._previous]
+        self._streams = [torch.cuda.Stream(self._device) for _ in groups[:2]]  # type: ignore[no-untyped-call]
 
     def start(self, on_message: Callable[[Message], None], on_end: Callable[[EngineStopped | None], None]) -> None:
         """Starts the threads. They call `on_message` for every message in order, and `on_end` once.
@@ -117,12 +133,16 @@ class Ring:
         """
         self._on_message, self._on_end = on_message, on_end
         for target in (self._send_all, self._receive_all):
-            thread = threading.Thread(target=target, name=f"ring{target.__name__}", daemon=True)
+            thread = threading.Thread(target=self._run, args=(target,), name=f"ring{target.__name__}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Queues a message for the next stage."""
+        """Queues a message for the next stage. The current CUDA stream computes its hidden states."""
+        if message.hidden is not None and message.hidden.is_cuda:
+            computed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            computed.record(torch.cuda.current_stream(self._device))
+            message = message._replace(computed=computed)
         self._outbox.put(message)
 
     def leave(self) -> None:
@@ -130,6 +150,10 @@ class Ring:
         for thread in self._threads:
             thread.join()
         dist.destroy_process_group()
+
+    def _run(self, target: Callable[[], None]) -> None:
+        begin_thread(self._device)
+        target()
 
     def _send_all(self) -> None:
         try:
@@ -160,18 +184,28 @@ class Ring:
 
     def _send(self, message: Message) -> None:
         num_rows = 0 if message.hidden is None else len(message.hidden)
-        self._put(torch.tensor([message.kind, len(message.about), num_rows], dtype=torch.int64))
-        if len(message.about):
-            self._put(torch.from_numpy(message.about))
+        head = np.zeros(_HEAD, np.int32)
+        head[:3] = message.kind, len(message.about), num_rows
+        first, rest = message.about[: _HEAD - 3], message.about[_HEAD - 3 :]
+        head[3 : 3 + len(first)] = first
+        self._put(torch.from_numpy(head))
+        if len(rest):
+            self._put(torch.from_numpy(rest))
         if message.hidden is not None and num_rows:
-            self._put(message.hidden.contiguous())
+            if message.computed is None:
+                self._put(message.hidden.contiguous())
+            else:
+                self._put_from_gpu(message.hidden, message.computed)
 
     def _receive(self) -> Message:
-        kind, size, num_rows = self._take(torch.empty(3, dtype=torch.int64)).tolist()
-        about = self._take(torch.empty(size, dtype=torch.int32)).numpy() if size else NOTHING
+        head = self._take(torch.empty(_HEAD, dtype=torch.int32)).numpy()
+        kind, size, num_rows = head[:3].tolist()
+        about = head[3 : 3 + size]
+        if (rest := size - len(about)) > 0:
+            about = np.concatenate((about, self._take(torch.empty(rest, dtype=torch.int32)).numpy()))
         hidden = None
         if num_rows:
-            hidden = self._take(torch.empty(num_rows, self._hidden_size, dtype=self._dtype, device=self._device))
+            hidden = self._take_to_gpu(num_rows) if self._device.type == "cuda" else self._take(self._rows(num_rows))
         return Message(Kind(kind), about, hidden)
 
     def _put(self, tensor: Tensor) -> None:
@@ -184,6 +218,31 @@ class Ring:
         assert work is not None, "this process belongs to the group"
         work.wait(_SILENT)
         return tensor
+
+    def _rows(self, count: int) -> Tensor:
+        return torch.empty(count, self._hidden_size, dtype=self._dtype, device=self._device)
+
+    # NCCL queues a transfer on a CUDA stream. The thread waits for the transfer's end, so that a stage's passes never wait for a
+    # transfer that they do not need.
+
+    def _put_from_gpu(self, hidden: Tensor, computed: torch.cuda.Event) -> None:
+        with torch.cuda.stream(self._streams[0]):
+            self._streams[0].wait_event(computed)
+            self._finish(dist.isend(hidden.contiguous(), self._next, self._out))
+
+    def _take_to_gpu(self, count: int) -> Tensor:
+        with torch.cuda.stream(self._streams[1]):
+            hidden = self._rows(count)
+            self._finish(dist.irecv(hidden, self._previous, self._in))
+        return hidden
+
+    @staticmethod
+    def _finish(work: dist.Work | None) -> None:
+        assert work is not None, "this process belongs to the group"
+        work.wait()  # lets the current CUDA stream wait
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record()
+        done.synchronize()
 
     def _lose(self, stage: int, error: Exception) -> None:
         self._end(DeviceLost(f"{self._name(stage)} is lost, so the model can no longer be computed: {error}"))

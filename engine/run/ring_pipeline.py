@@ -16,19 +16,20 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from engine.devices import current
+from engine.devices import begin_thread
 from engine.errors import BackendError, EngineStopped
 from engine.heads.base import OutputHead
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
+from engine.run.cuda_layers import CudaLayers
 from engine.run.flight import NO_VECTORS, Output
-from engine.run.kv_cache import KVCache
-from engine.run.later_stage import Layers, Work, written
+from engine.run.layers import Layers
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.run.pipeline import PipelineFlight
 from engine.run.ring import NOTHING, Kind, Message, Ring, text_in
 from engine.run.runner import output_of
+from engine.run.work import Work, written
 from engine.schedule.piece import Piece
 
 _WHOLE = EmbedOptions()
@@ -51,13 +52,16 @@ class RingPipeline:
 
     speculation_rows = 0  # groups of streams take turns instead, so that the stages compute at the same time
 
-    def __init__(self, network: Network, packer: BatchPacker, cache: KVCache | None, device: torch.device, ring: Ring) -> None:
-        """`network`: all heads, and the layers of the first stage. `cache`: of these layers, if the model generates."""
-        self.packer = replace(packer, tiling=None)  # for the reference attention
+    def __init__(
+        self, network: Network, packer: BatchPacker, layers: Layers | CudaLayers, device: torch.device, ring: Ring
+    ) -> None:
+        """`network`: all heads. `layers`: of the first stage."""
+        self.packer = packer
         self.num_stages = self.passes_in_flight = ring.num_stages
         self._network, self._device, self._ring = network, device, ring
-        self._layers = Layers(network.model, self.packer, device, cache)
-        self._first = ThreadPoolExecutor(1, "first-stage")
+        self._layers = layers
+        self._heads = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._first = ThreadPoolExecutor(1, "first-stage", begin_thread, (device,))
         self._lock = threading.Lock()
         self._under_way: deque[_Pass] = deque()  # sent, in order
         self._error: EngineStopped | None = None  # the reason why the ring has ended
@@ -89,17 +93,18 @@ class RingPipeline:
     def _begin(self, begun: _Pass) -> None:
         """Computes the first stage. An error ends the pass, and `wait` of its flight raises it."""
         try:
-            with torch.inference_mode(), current(self._device):
+            with torch.inference_mode():
                 hidden = self._layers.forward(begun.work, None, is_last=False)
-            with self._lock:
-                if self._error is not None:
-                    raise self._error
-                self._under_way.append(begun)
-                self._ring.send(Message(Kind.PASS, written(begun.work), hidden))
+                with self._lock:
+                    if self._error is not None:
+                        raise self._error
+                    self._under_way.append(begun)
+                    self._ring.send(Message(Kind.PASS, written(begun.work), hidden))
         except BaseException as error:
             begun.flight.output.set_exception(error)
 
     def _finish_all(self) -> None:
+        begin_thread(self._device)
         while isinstance(message := self._returned.get(), Message):
             with self._lock:
                 ended = self._under_way.popleft()
@@ -122,7 +127,7 @@ class RingPipeline:
         if message.kind == Kind.FAILED:
             raise BackendError(text_in(message.about))
         assert message.hidden is not None, "a pass has hidden states"
-        with torch.inference_mode(), current(self._device):
+        with torch.inference_mode(), torch.cuda.stream(self._heads):
             if ended.work.pieces:
                 tokens, scores, vectors = self._network.choose(message.hidden, ended.work.pieces)
                 array = NO_VECTORS if vectors is None else vectors.cpu().numpy()

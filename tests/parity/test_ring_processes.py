@@ -11,7 +11,6 @@ from time import monotonic
 
 import numpy as np
 import pytest
-from later_stages import spawned
 from tiny_generators import folder_without_pooling, preemptions, prompts
 
 from engine import Engine, EngineStopped
@@ -23,6 +22,7 @@ from engine.run.ring import SILENT_S
 from engine.run.ring_pipeline import RingPipeline
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Token
+from loadtests.later_stages import spawned
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def alone(folder: Path) -> Engine:
 @pytest.fixture(scope="class")
 def three(folder: Path) -> Iterator[Engine]:
     """The same model in three stages, with chunks of 50 tokens."""
-    with spawned(2) as later:
+    with spawned("cpu", "cpu") as later:
         engine = Engine.load(
             folder, dtype="float32", device="cpu", pooling="last_token", max_batch_tokens=50, cache_tokens=4096, later=later
         )
@@ -119,7 +119,7 @@ def test_streams_that_give_up_their_pages_go_on(folder: Path, alone: Engine, mon
     options = replace(GREEDY, max_tokens=40)
     given = prompts([100, 110, 120])
     expected = ids(alone.generate(given, options))
-    with spawned(1) as later:
+    with spawned("cpu") as later:
         engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=4 * PAGE_SIZE, later=later)
         preempted = preemptions(monkeypatch)
         assert ids(engine.generate(given, options)) == expected
@@ -139,7 +139,7 @@ SLOW = pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="tak
 )
 def test_a_stage_that_dies_or_falls_silent_ends_the_engine(folder: Path, fault: signal.Signals, most_s: float) -> None:
     """The second of three stages fails. Every stream gets an error, and the other stages end."""
-    with spawned(2) as later:
+    with spawned("cpu", "cpu") as later:
         engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=4096, later=later)
         loop = EngineLoop(engine, engine.max_batch_tokens)
         streams = [engine.new_stream(prompt, SamplingOptions(max_tokens=400, temperature=0.0)) for prompt in prompts([9] * 6)]
@@ -171,7 +171,7 @@ def test_models_that_embed_are_divided_too(tiny: Callable[..., Path]) -> None:
     folder = tiny("qwen3", num_hidden_layers=5)
     given = [prompt[:100] for prompt in prompts((3, 150, 40))]
     expected = Engine.load(folder, dtype="float32", device="cpu").embed(given)
-    with spawned(1) as later:
+    with spawned("cpu") as later:
         engine = Engine.load(folder, dtype="float32", device="cpu", later=later)
         np.testing.assert_allclose(engine.embed(given), expected, atol=2e-6)
         engine.close()

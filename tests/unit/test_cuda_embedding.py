@@ -14,7 +14,7 @@ from tiny_generators import prompts
 from engine import Engine
 from engine.errors import DeviceLost
 from engine.options import EmbedOptions
-from engine.run import cuda, cuda_embedding, cuda_pipeline, tune
+from engine.run import cuda, cuda_embedding, cuda_pipeline, stage_layers, tune
 from engine.run.cuda_embedding import EmbeddingPipeline, EmbeddingStage
 from engine.run.runner import CpuRunner
 
@@ -25,10 +25,11 @@ SEQUENCES = [np.array(ids, np.int32) for ids in prompts((1, 200, 128, 7))]
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Torch()
     made.cuda.device = made.cuda.stream = NoContext  # type: ignore[attr-defined]
-    for module in (cuda, cuda_pipeline, cuda_embedding, tune):
+    for module in (cuda, cuda_pipeline, cuda_embedding, stage_layers, tune):
         monkeypatch.setattr(module, "torch", made)
     monkeypatch.setattr(cuda, "Capturer", Capturer)
-    monkeypatch.setattr(cuda_pipeline, "used_in", lambda tensor, stream: None)
+    for module in (cuda_pipeline, stage_layers):
+        monkeypatch.setattr(module, "used_in", lambda tensor, stream: None)
 
 
 @pytest.fixture

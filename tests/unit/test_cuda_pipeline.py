@@ -1,6 +1,6 @@
 """The GPU runner of stages without a GPU: the inputs of each stage, graphs of all stages, and the waits between passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cuda_runner import CPU, Event, Torch
+from test_cuda_runner import CPU, Event, Stream, Torch
 from test_cuda_streams import KINDS, MIXED, PAGE_SIZE, NoContext, Pool, Streaming, same, streams_of
 from tiny_generators import folder_without_pooling, prompts
 
@@ -18,12 +18,16 @@ from engine.kernels.tiles import Tiling
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, SamplingOptions
 from engine.passes import BatchReport, Passes
-from engine.run import cuda, cuda_pipeline, cuda_streams, tune
+from engine.run import cuda, cuda_layers, cuda_pipeline, cuda_streams, stage_layers, tune
+from engine.run.cuda_layers import CudaLayers
 from engine.run.cuda_pipeline import CudaPipeline, EarlierStage
+from engine.run.flight import NO_VECTORS, Finished, Output
 from engine.run.kv_cache import KVCache
 from engine.run.pipeline import Pipeline
 from engine.run.streams import StreamPacker
+from engine.run.work import Work, read, written
 from engine.schedule.pages import Pages
+from engine.schedule.piece import Piece
 from engine.schedule.request import Request
 
 
@@ -31,11 +35,13 @@ from engine.schedule.request import Request
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Torch()
     made.cuda.device = made.cuda.stream = NoContext  # type: ignore[attr-defined]
-    for module in (cuda, cuda_pipeline, cuda_streams, tune):
+    made.cuda.current_stream = Stream  # type: ignore[attr-defined]
+    for module in (cuda, cuda_layers, cuda_pipeline, cuda_streams, stage_layers, tune):
         monkeypatch.setattr(module, "torch", made)
-    for module in (cuda_pipeline, cuda_streams):
+    for module in (stage_layers, cuda_streams):
         monkeypatch.setattr(module, "GraphPool", Pool)
-    monkeypatch.setattr(cuda_pipeline, "used_in", lambda tensor, stream: None)
+    for module in (cuda_layers, cuda_pipeline, stage_layers):
+        monkeypatch.setattr(module, "used_in", lambda tensor, stream: None)
 
 
 class Staged(Streaming):
@@ -101,6 +107,57 @@ def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, in
         graphs: Any = ours.runner.graphs._graphs.values()
         assert bool(sum(graph.last.count for graph in graphs)) == bool(graph_tokens)
         assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
+
+
+class InARing(Staged):
+    """The stages of a ring on GPUs, one after the other in this process. `from_graphs`: decode steps replay graphs."""
+
+    def __init__(self, engine: Engine, num_pages: int, budget: int, from_graphs: bool) -> None:
+        super().__init__(engine, num_pages, budget)
+        staged, config = self.runner, engine.config
+        packers = [*(each.packer for each in staged._earlier), staged.packer]
+        caches = [KVCache(stage.config, num_pages * PAGE_SIZE, torch.float32, CPU) for stage in engine.stages]
+        models = [*(each._model for each in staged._earlier), engine.model]
+        self.layers = [
+            CudaLayers(model, packer, cache, config.hidden_size, torch.float32, is_first=not index)
+            for index, (model, packer, cache) in enumerate(zip(models, packers, caches, strict=True))
+        ]
+        if not from_graphs:
+            for each in self.layers:
+                each._graphs = cuda_layers.Graphs(each._graphs._capture, most=0)
+        self.passes_in_flight = self.num_stages = 1
+
+    @torch.inference_mode()
+    def launch(self, sequences: Any, options: Any, outputs: Any, pieces: Sequence[Piece]) -> Finished:
+        work, hidden = Work(pieces, all_rows=any(piece.scored is not None for piece in pieces)), None
+        for layers in self.layers:
+            hidden = layers.forward(work, hidden, is_last=layers is self.layers[-1])
+            work = read(written(work))
+        assert hidden is not None, "there are stages"
+        tokens, scores, vectors = self._engine.network.choose(hidden, pieces)
+        return Finished(Output(NO_VECTORS if vectors is None else vectors.numpy(), device_s=1e-3, tokens=tokens, scores=scores))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("from_graphs", [False, True])
+def test_stages_of_a_ring_give_the_tokens_of_one_device(
+    engines: Callable[[str, int], Engine], num_stages: int, from_graphs: bool
+) -> None:
+    """Whole prompts and chunks. A later stage gets no token ids and no options."""
+    alone, engine = engines("gemma3_lm", 1), engines("gemma3_lm", num_stages)
+    sequences = [np.array(ids, dtype=np.int32) for ids in prompts((1, 300, 128, 7))]
+    plain, embedded = streams_of(alone, MIXED), Request(sequences, EmbedOptions())
+    Passes(alone, 4096).run([*plain, embedded])
+    for budget in (4096, 50):
+        ours = InARing(engine, 40, budget, from_graphs)
+        request = Request(sequences, EmbedOptions())
+        for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
+            same(mine, theirs.future.result(0))
+        np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
+        for layers in ours.layers:
+            graphs: Any = layers._graphs._graphs.values()
+            assert bool(sum(graph.count for graph in graphs)) == from_graphs
 
 
 @pytest.mark.slow

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from engine.errors import BackendError, DeviceLost
-from engine.run.later_stage import Work, read, written
+from engine.run.layers import Layers
 from engine.run.pack import BatchPacker
-from engine.run.ring import NOTHING, Kind, Message, text_in, with_text
+from engine.run.ring import NOTHING, Kind, Message, Ring, text_in, with_text
 from engine.run.ring_pipeline import RingPipeline
+from engine.run.work import Work, read, written
 from engine.schedule.piece import Piece
 
 PACKER = BatchPacker("last_token", 4, None)
@@ -61,11 +62,31 @@ def pipeline(ring: FakeRing) -> RingPipeline:
         heads=lambda names: (),
         finish_batch=lambda hidden, batch, heads: (hidden, []),
     )
-    return RingPipeline(network, PACKER, None, CPU, ring)  # type: ignore[arg-type]
+    layers = Layers(network.model, PACKER, CPU, None)
+    return RingPipeline(network, PACKER, layers, CPU, ring)  # type: ignore[arg-type]
 
 
 def ids(*values: int) -> Any:
     return np.array(values, np.int32)
+
+
+@pytest.mark.parametrize("size", [0, 5, 1021, 1022, 5000])
+@pytest.mark.parametrize("num_rows", [0, 7])
+def test_a_message_of_any_size_arrives(size: int, num_rows: int) -> None:
+    """The first transfer has a fixed size, and the rest of a long message follows."""
+    sent: list[torch.Tensor] = []
+    sender, receiver = object.__new__(Ring), object.__new__(Ring)
+    sender._put = sent.append  # type: ignore[method-assign]
+    receiver._take = lambda tensor: tensor.copy_(sent.pop(0))  # type: ignore[method-assign]
+    receiver._device, receiver._dtype, receiver._hidden_size = CPU, torch.float32, 4
+    hidden = torch.randn(num_rows, 4) if num_rows else None
+    sender._send(Message(Kind.PASS, np.arange(size, dtype=np.int32), hidden))
+    found = receiver._receive()
+    assert not sent
+    assert (found.kind, found.about.tolist()) == (Kind.PASS, list(range(size)))
+    assert (found.hidden is None) == (hidden is None)
+    if hidden is not None and found.hidden is not None:
+        assert torch.equal(found.hidden, hidden)
 
 
 def test_a_pass_arrives_as_it_was_sent() -> None:

@@ -1,4 +1,4 @@
-"""Later stages of a pipeline in processes of their own, without Ray."""
+"""Later stages of a pipeline in processes of their own, without Ray, for tests and benchmarks."""
 
 import multiprocessing
 import os
@@ -13,9 +13,9 @@ from engine.run.ring import Place
 _stage: StageProcess
 
 
-def _begin() -> None:
+def _begin(device: str) -> None:
     global _stage
-    _stage = StageProcess("127.0.0.1", "cpu", num_threads=1)
+    _stage = StageProcess("127.0.0.1", device, num_threads=1)
 
 
 def _open(options: StageOptions, num_stages: int) -> cut.Device:
@@ -33,10 +33,10 @@ def _run(place: Place) -> None:
 class SpawnedStage:
     """A `LaterStage` in a process of its own."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # imports torch once for all tests
-        context.set_forkserver_preload(["later_stages"])
-        self._pool = ProcessPoolExecutor(1, context, _begin)
+    def __init__(self, device: str) -> None:
+        context = multiprocessing.get_context("forkserver")  # imports torch once for all stages
+        context.set_forkserver_preload(["loadtests.later_stages"])
+        self._pool = ProcessPoolExecutor(1, context, _begin, (device,))
         self.pid = self._pool.submit(os.getpid)
         self.running: Future[None] | None = None
 
@@ -56,9 +56,9 @@ class SpawnedStage:
 
 
 @contextmanager
-def spawned(count: int) -> Iterator[list[SpawnedStage]]:
+def spawned(*devices: str) -> Iterator[list[SpawnedStage]]:
     """The later stages of a pipeline. All stages end when the engine closes, or when one stage is killed."""
-    stages = [SpawnedStage() for _ in range(count)]
+    stages = [SpawnedStage(device) for device in devices]
     try:
         yield stages
     finally:

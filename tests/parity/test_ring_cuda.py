@@ -1,0 +1,74 @@
+"""A model in two processes with a GPU each gives the tokens and vectors of one GPU, in fp32 and in 16 bits."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_pipeline_cuda import GREEDY, KINDS, LENGTHS, check_follows, check_under_load, ids
+from tiny_generators import folder_without_pooling, prompts
+
+from engine import Engine
+from engine.run.cuda_layers import CudaLayers
+from engine.run.kv_cache import PAGE_SIZE
+from engine.run.layers import Layers
+from engine.run.ring_pipeline import RingPipeline
+from loadtests.later_stages import spawned
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@contextmanager
+def ring(folder: Path, dtype: Any, *devices: str, **options: Any) -> Iterator[Engine]:
+    """`devices`: of the later stages."""
+    with spawned(*devices) as later:
+        engine = Engine.load(folder, dtype=dtype, device="cuda:0", later=later, **options)
+        assert isinstance(engine.runner, RingPipeline)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def of_kind(tiny: Callable[..., Path], path: Path, kind: str) -> Path:
+    shape = {"tie_word_embeddings": False, "max_position_embeddings": 2048, "num_hidden_layers": 4} | KINDS[kind]
+    return folder_without_pooling(tiny, f"{kind}_lm", path / "model", **shape)
+
+
+def test_greedy_tokens_in_fp32_are_those_of_one_gpu(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    folder, cache_tokens = of_kind(tiny, tmp_path, "qwen3"), 200 * PAGE_SIZE
+    alone = Engine.load(folder, dtype="float32", device="cuda:0", cache_tokens=cache_tokens)
+    expected = ids(alone.generate(prompts(LENGTHS), GREEDY))
+    with ring(folder, "float32", "cuda:1", cache_tokens=cache_tokens, max_batch_tokens=300) as engine:
+        assert isinstance(engine.runner, RingPipeline)
+        assert isinstance(engine.runner._layers, Layers)
+        assert ids(engine.generate(prompts(LENGTHS), GREEDY)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_in_16_bits_follow_the_model(tiny: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """Chunks and whole prompts, and 64 streams at once."""
+    folder, options = of_kind(tiny, tmp_path, kind), {"cache_tokens": 200 * PAGE_SIZE, "pooling": "last_token"}
+    alone = Engine.load(folder, dtype="bfloat16", device="cuda:0", **options)  # type: ignore[arg-type]
+    with ring(folder, "bfloat16", "cuda:1", **options) as engine:
+        assert isinstance(engine.runner, RingPipeline)
+        assert isinstance(engine.runner._layers, CudaLayers)
+        for _ in range(2):
+            check_follows(alone, ids(engine.generate(prompts(LENGTHS), GREEDY)))
+        check_under_load(engine, engine.runner._layers._graphs.wait)
+    with ring(folder, "bfloat16", "cuda:1", max_batch_tokens=300, **options) as engine:
+        check_follows(alone, ids(engine.generate(prompts(LENGTHS), GREEDY)))
+
+
+def test_vectors_in_16_bits_are_those_of_one_gpu(tiny: Callable[..., Path]) -> None:
+    folder = tiny("qwen3", num_hidden_layers=4, head_dim=128)
+    alone = Engine.load(folder, dtype="bfloat16", device="cuda:0").embed(prompts(LENGTHS))
+    with ring(folder, "bfloat16", "cuda:1") as engine:
+        vectors = engine.embed(prompts(LENGTHS))
+    assert (np.sum(alone * vectors, axis=1) > 0.999).all()
