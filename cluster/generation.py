@@ -26,6 +26,8 @@ _STREAMS = 4
 # which the GPU starts kernels or waits for their ends; and the host's time for each step, and for each stream of a step.
 _LAYER_S = 16e-6
 _HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
+# The same for stages in processes of their own (loadtests/results/ring.md): for each hop, and for each stream of a pass.
+_HOP_S, _RING_STREAM_S = 1.5e-3, 35e-6
 # A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
 _NOT_HIDDEN = 0.3
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
@@ -138,8 +140,8 @@ def pipeline_decode_tokens_per_s(
     """
     groups = min(streams, len(layers))
     rows = math.ceil(streams / groups)
-    steps_s, sent_s = ring_pass_s(config, dtype, nodes, layers, rows, length, gbit_s)
-    return streams / max(groups * max(*steps_s, sent_s, _host_s(rows)), sum(steps_s) + len(layers) * sent_s)
+    steps_s, sent_s, host_s = ring_pass_s(config, dtype, nodes, layers, rows, length, gbit_s)
+    return streams / max(groups * max(*steps_s, sent_s, _host_s(rows)), sum(steps_s) + len(layers) * sent_s + host_s)
 
 
 def ring_pass_s(
@@ -150,8 +152,9 @@ def ring_pass_s(
     rows: int,
     length: int,
     gbit_s: float | None,
-) -> tuple[list[float], float]:
-    """The seconds of each stage for a decode step of `rows` streams, and the seconds to send its hidden states once.
+) -> tuple[list[float], float, float]:
+    """The seconds of each stage for a decode step of `rows` streams, the seconds to send its hidden states once, and the seconds
+    that the threads of all stages take. A step on CPUs, or in one process, hides the threads' time.
 
     Arguments as in `pipeline_decode_tokens_per_s`. The delay of the network's packets does not count.
     """
@@ -160,7 +163,10 @@ def ring_pass_s(
         _step_s(replace(config, part=part), dtype, node, rows, length, has_head=stage == head)
         for stage, (node, part) in enumerate(zip(nodes, layers, strict=True))
     ]
-    return steps_s, 0.0 if gbit_s is None else rows / sent_tokens_per_s(config, dtype, gbit_s)
+    if gbit_s is None:
+        return steps_s, 0.0, 0.0
+    host_s = len(layers) * _HOP_S + rows * _RING_STREAM_S if nodes[0].cards else 0.0
+    return steps_s, rows / sent_tokens_per_s(config, dtype, gbit_s), host_s
 
 
 def sent_tokens_per_s(config: ModelConfig, dtype: torch.dtype, gbit_s: float) -> float:

@@ -47,7 +47,8 @@ class Cards:
             host = footprint(self.config, self.dtype, "cpu", self.max_batch_tokens, cache_tokens=0)
             return host.of_passes + host.context
         one = footprint(self.config, self.dtype, "gpu", self.max_batch_tokens, cache_tokens=0)
-        return one.of_passes + one.context + bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens)
+        beside = bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens, self.in_ring)
+        return one.of_passes + one.context + beside
 
     @cached_property
     def _devices(self) -> list[cut.Device]:

@@ -336,15 +336,15 @@ def _group_notes(plan: Plan, pool: PlannedPool, pipeline: Pipeline, tokens: int)
         rows = -(-entry.streams // min(entry.streams, len(parts)))
         layers = [part for part, _ in parts]
         length = max(1, entry.context // 2)
-        steps_s, sent_s = ring_pass_s(cards.config, cards.dtype, cards.nodes, layers, rows, length, gbit_s)
+        steps_s, sent_s, host_s = ring_pass_s(cards.config, cards.dtype, cards.nodes, layers, rows, length, gbit_s)
         on_way_s = len(parts) * sent_s
-        takes = f"{1e3 * (sum(steps_s) + on_way_s):.3g} ms through all stages"
+        takes = f"{1e3 * (sum(steps_s) + on_way_s + host_s):.3g} ms through all stages"
         yield (
             f"{pool.name}: a decode pass of {_count(rows, 'stream')} takes {takes}, {1e3 * on_way_s:.2g} ms of it on the network "
             f"at network_gbit_s: {gbit_s:g}"
         )
     if plan.classes[pool.node_class].cards:
-        yield f"{pool.name}: stages on several nodes have not been run on GPUs yet; the rates are computed"
+        yield f"{pool.name}: stages on GPUs of several nodes have run only on one host; the rates are computed"
 
 
 def _sleep_note(plan: Plan, pool: PlannedPool) -> str:

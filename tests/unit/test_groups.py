@@ -1,15 +1,20 @@
 """Models that no node holds: their stages on several nodes in the plan, the rates, the refusals, and the Serve config."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
 from test_pipelines import CPU, EIGHT_B, EMBEDDING_8B, ONE, RTX_4090, TWO, planned, text_of
 
 from cluster import plan_report
+from cluster.catalogue import CATALOGUE
+from cluster.generation import pipeline_decode_tokens_per_s
 from cluster.models_file import ModelsFile
-from cluster.nodes import GIB, Node
+from cluster.nodes import GIB, Card, Node
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
+from loadtests.report import RESULTS
 
 OTHER = replace(ONE, name="other")
 LARGE = Node("large", "amd64", 64 * GIB, 8, (RTX_4090,))
@@ -28,7 +33,7 @@ def test_a_model_that_no_node_holds_takes_cards_of_several() -> None:
     assert "2 stages, one:0 layers 0 to " in told
     assert "other:0 layers " in told
     assert "of it on the network at network_gbit_s: 1" in told
-    assert "have not been run on GPUs yet" in told
+    assert "have run only on one host" in told
     assert {use.node: use.booked for use in plan_report.cpu_uses(plan)} == {"one": 0.5, "other": 0.5}
     assert plan_report.as_data(plan)["replicas"][0]["members"] == ("one:0", "other:0")
     assert list(plan_report.as_text(plan))
@@ -120,3 +125,13 @@ def test_hosts_without_cards_form_groups_too() -> None:
     (engine,) = serve_config(plan)["applications"][0]["deployments"]
     assert engine["placement_group_strategy"] == "STRICT_SPREAD"
     assert list(plan_report.as_text(plan))
+
+
+def test_rates_of_a_ring_are_near_the_measured_ones() -> None:
+    card = Node("host", "amd64", 256 * GIB, 16, (Card("NVIDIA H100 80GB HBM3", 79 * GIB),))
+    layers, fast = (range(17), range(17, 36)), 1000.0  # Gbit/s between two GPUs of one host
+    rows = json.loads((RESULTS / "ring.json").read_text())["tables"]["Tokens/s"]
+    measured = {row["streams"]: row["two processes, tokens/s"] for row in rows}
+    for streams in (1, 8, 64, 256):
+        rate = pipeline_decode_tokens_per_s(CATALOGUE["Qwen/Qwen3-4B"], torch.bfloat16, (card, card), layers, streams, 208, fast)
+        assert 1 / 1.15 < rate / measured[str(streams)] < 1.15
