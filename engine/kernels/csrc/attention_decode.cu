@@ -2,7 +2,8 @@
 //   q [B, K * GROUP, D] in 16 bits, strided rows. cache [2, S, K, D]: keys, then values. A page is 128 slots.
 //   items int [n, 8], one for each part of a sequence's keys: the row of q, the place in `pages` of the part's first page, the first
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
-//   sequence's first part, whether all keys but the sequence's last are settled. first == end is padding: the block does nothing. A row without an item is not written.
+//   sequence's first part, whether all keys but the sequence's last are settled. first == end is padding: the block does nothing. A
+//   row without an item is not written.
 //   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh).
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
