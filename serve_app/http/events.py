@@ -44,7 +44,6 @@ class EventStream(StreamingResponse):
         super().__init__((), headers=headers)
         self._service, self._form, self._first, self._rest = service, form, first, rest
         self._was_sent = self._was_unread = False
-        self._sending: asyncio.Task[None] | None = None
 
     @classmethod
     async def begin(
@@ -58,34 +57,31 @@ class EventStream(StreamingResponse):
         return cls(service, form, await anext(contents), contents, {**_HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the response, and comments while no event comes. Ends early if the client leaves or does not read.
+
+        Starlette's own method would end a response with a task group, whose objects only a collection of garbage frees.
+        """
+        client = _Client(send, self._service.settings.send_timeout_s)
+        # Each token wakes the task that sends, and a wake-up walks through all frames of a task. The current task has the frames
+        # of the whole application.
+        sending, leaving = asyncio.create_task(self._send_events(client.send)), asyncio.create_task(_left(receive))
         try:
-            await super().__call__(scope, receive, send)
+            await client.watch(sending, leaving)
+        except TimeoutError:
+            self._was_unread = True
+            self._service.metrics.unread_answers.inc()
+        else:
+            if sending.done():
+                sending.result()
         finally:
-            if self._sending is not None:
-                await asyncio.wait({self._sending})
+            sending.cancel()  # does nothing if the task has ended
+            leaving.cancel()
+            await asyncio.wait({sending})
             await self._rest.aclose()  # ends the work for a client that has left
             if self._was_unread:
                 await abort(receive)
             elif not self._was_sent:
                 self._service.metrics.cancelled.inc()
-
-    async def stream_response(self, send: Send) -> None:
-        """Sends the response, and comments while no event comes. Ends early if the client does not read.
-
-        The events are sent in a separate task: each token wakes the task, and a wake-up walks through all frames of a task. The
-        current task has the frames of the whole application.
-        """
-        client = _Client(send, self._service.settings.send_timeout_s)
-        self._sending = asyncio.create_task(self._send_events(client.send))
-        try:
-            await client.watch(self._sending)
-        except TimeoutError:
-            self._was_unread = True
-            self._service.metrics.unread_answers.inc()
-        else:
-            self._sending.result()
-        finally:
-            self._sending.cancel()  # does nothing if the task has ended
 
     async def _send_events(self, send: Send) -> None:
         """Sends the response. It is one loop, because every additional generator costs time for every token of every stream."""
@@ -126,6 +122,12 @@ def _parts(contents: list[bytes]) -> Iterable[bytes]:
     )
 
 
+async def _left(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class _Client:
     """The connection to the client. A send ends when the connection's buffer has space: uvicorn's buffer holds 64 KiB."""
 
@@ -139,16 +141,18 @@ class _Client:
         await self._send(message)
         self._is_sending = False
 
-    async def watch(self, sending: "asyncio.Task[None]") -> None:
-        """Sends comments until `sending` has ended. A timer for each send would cost more.
+    async def watch(self, sending: "asyncio.Task[None]", leaving: "asyncio.Task[None]") -> None:
+        """Sends comments until `sending` or `leaving` has ended. A timer for each send would cost more.
 
         Raises: TimeoutError if a send takes too long.
         """
-        while not sending.done():
+        tasks = {sending, leaving}
+        while not (sending.done() or leaving.done()):
             most = self._timeout_s if self._is_sending else _KEEP_ALIVE_S
             left = self._since + most - self._time()
             if left > 0:
-                await asyncio.wait({sending}, timeout=min(left, _KEEP_ALIVE_S))  # a send may end or begin in the meantime
+                most = min(left, _KEEP_ALIVE_S)  # a send may end or begin in the meantime
+                await asyncio.wait(tasks, timeout=most, return_when=asyncio.FIRST_COMPLETED)
             elif self._is_sending:
                 raise TimeoutError
             else:

@@ -29,7 +29,7 @@ _LAST_PASS_S = 5.0
 
 @dataclass(slots=True)
 class Entry:
-    """Requests in the journal. `error` is their error at the end, or None."""
+    """Requests in the journal. `error` is the error that they were answered with, or None."""
 
     error: BaseException | None = None
 
@@ -99,11 +99,10 @@ class InFlight:
         slots, entry = self._journal.enter(marks), Entry()
         try:
             yield entry
-        except BaseException as error:
-            entry.error = error
+        except BaseException as error:  # not kept in `entry`: its frames refer to `entry`
+            self._leave(slots, error)
             raise
-        finally:
-            self._leave(slots, entry.error)
+        self._leave(slots, entry.error)
         if entry.error is None:
             for mark in marks:
                 self.suspects.clear(mark)

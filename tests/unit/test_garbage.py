@@ -57,9 +57,9 @@ EMBEDDER: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "a body that is too large": ("/embed", b'{"inputs": "' + b"a" * 2_000 + b'"}', {}),
     "no such path": ("/nowhere", b"{}", {}),
 }
-# Streams are left out: Starlette ends a stream with anyio's cancel scope, which is a cycle.
 GENERATOR: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "a completion": ("/v1/completions", b'{"prompt": "a"}', {}),
+    "a stream": ("/v1/completions", b'{"prompt": "a", "stream": true}', {}),
     "a prompt that is none": ("/v1/completions", b'{"prompt": {}}', {}),
     "a temperature that is none": ("/v1/completions", b'{"prompt": "a", "temperature": -1}', {}),
     "stop strings that are none": ("/v1/completions", b'{"prompt": "a", "stop": [""]}', {}),
@@ -88,8 +88,11 @@ def collecting_nothing() -> Iterator[None]:
     gc.enable()
 
 
-async def _post(app: Any, path: str, body: bytes, headers: dict[str, str]) -> None:
-    """Calls the application without an HTTP client, because the client's own objects are cycles."""
+async def _post(app: Any, path: str, body: bytes, headers: dict[str, str], leaves: bool = False) -> None:
+    """Calls the application without an HTTP client, because the client's own objects are cycles.
+
+    `leaves`: the client leaves when the answer begins.
+    """
     given = {"content-type": "application/json", "content-length": str(len(body))} | headers
     scope = {"type": "http", "http_version": "1.1", "scheme": "http", "method": "POST", "query_string": b""}
     scope |= {"path": path, "raw_path": path.encode(), "headers": [(k.encode(), v.encode()) for k, v in given.items()]}
@@ -102,7 +105,7 @@ async def _post(app: Any, path: str, body: bytes, headers: dict[str, str]) -> No
         return message
 
     async def send(message: Any) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body"):
+        if leaves or (message["type"] == "http.response.body" and not message.get("more_body")):
             ended.set()
 
     await app(scope, receive, send)
@@ -142,6 +145,19 @@ def test_an_embedder(what: str, tokenizer: Tokenizer) -> None:
 def test_a_generator(what: str, tmp_path: Path) -> None:
     app = Api(FakeBackend(FakeGenerator(tmp_path, "answer")), Settings(), Metrics("fake")).app
     assert _left(app, *GENERATOR[what]) == {}
+
+
+def test_a_client_that_leaves_its_stream(tmp_path: Path) -> None:
+    app = Api(FakeBackend(FakeGenerator(tmp_path, "answer", held=True)), Settings(), Metrics("fake")).app
+    path, body, headers = GENERATOR["a stream"]
+    ends: list[str] = []
+
+    async def ask() -> None:
+        task = asyncio.create_task(_post(app, path, body.replace(b"}", b', "max_tokens": 100}'), headers, leaves=True))
+        ends.append(await _end_of(task))
+
+    assert _left_by(ask) == {}
+    assert set(ends) == {"NoneType"}
 
 
 async def _end_of(task: "asyncio.Task[Any]") -> str:
