@@ -154,7 +154,7 @@ def ring_pass_s(
     gbit_s: float | None,
 ) -> tuple[list[float], float, float]:
     """The seconds of each stage for a decode step of `rows` streams, the seconds to send its hidden states once, and the seconds
-    that the threads of all stages take. A step on CPUs, or in one process, hides the threads' time.
+    that the threads of all stages take: 0 for CPUs and for stages in one process.
 
     Arguments as in `pipeline_decode_tokens_per_s`. The delay of the network's packets does not count.
     """

@@ -344,7 +344,7 @@ def _group_notes(plan: Plan, pool: PlannedPool, pipeline: Pipeline, tokens: int)
             f"at network_gbit_s: {gbit_s:g}"
         )
     if plan.classes[pool.node_class].cards:
-        yield f"{pool.name}: stages on GPUs of several nodes have run only on one host; the rates are computed"
+        yield f"{pool.name}: GPU stages that are separate processes have run only on one host; the rates are computed"
 
 
 def _sleep_note(plan: Plan, pool: PlannedPool) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine import Engine
+from engine.options import SamplingOptions
 from engine.schedule.stream import Stream
 
 
@@ -37,3 +39,20 @@ def folder_without_pooling(tiny: Callable[..., Path], kind: str, copy: Path, **c
     if not copy.exists():
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("1_Pooling"))
     return copy
+
+
+def assert_likely(engine: Engine, given: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], num_tokens: int) -> None:
+    """Each token of a greedy answer is nearly the likeliest one by the scores that `engine` gives for the same text.
+
+    No CUDA graph computes these scores. The tokens of two runs or of two engines may differ: bf16 rounds differently in passes of
+    other shapes, and the sum between two stages is rounded once more.
+    """
+    scored = SamplingOptions(max_tokens=0, prompt_logprobs=1)
+    texts = [[*prompt, *answer] for prompt, answer in zip(given, answers, strict=True)]
+    for prompt, answer, score in zip(given, answers, engine.generate(texts, scored), strict=True):
+        assert len(answer) == num_tokens
+        assert score.prompt_tokens is not None
+        for token in score.prompt_tokens[len(prompt) :]:
+            assert token.logprob is not None
+            assert token.top is not None
+            assert token.logprob > token.top[0][1] - 0.3

@@ -9,10 +9,8 @@ from engine.run.graphs import Graphs
 from engine.run.kv_cache import KVCache
 from engine.run.stage_layers import StageLayers, receive, used_in
 from engine.run.streams import Laid, StreamPacker
+from engine.run.tune import MOST_STEPS_CAPTURE_S
 from engine.run.work import Work
-
-# The most seconds of captures at load. Other decode steps get their graphs beside later passes.
-_MOST_CAPTURE_S = 4.0
 
 
 class CudaLayers:
@@ -29,7 +27,7 @@ class CudaLayers:
         shapes = packer.decode_shapes()
         room = max(shape.size for shape in shapes) + MOST_PAGES
         self._stage.prepare_graphs(room, max(shape.num_tokens for shape in shapes), hidden_size, dtype, is_first)
-        self._graphs.capture_all(((shape, ()) for shape in shapes), _MOST_CAPTURE_S)
+        self._graphs.capture_all(((shape, ()) for shape in shapes), MOST_STEPS_CAPTURE_S)
 
     def forward(self, work: Work, hidden: Tensor | None, is_last: bool) -> Tensor:
         """Queues a pass. The current CUDA stream waits for its result. Arguments and result are those of `Layers.forward`."""

@@ -124,7 +124,7 @@ class Ring:
         pairs = [[stage, (stage + 1) % place.num_stages] for stage in range(place.num_stages)]
         groups = [dist.new_group(pair, _JOIN, "nccl") for pair in pairs]
         self._out, self._in = groups[place.stage], groups[self._previous]
-        self._streams = [torch.cuda.Stream(self._device) for _ in groups[:2]]  # type: ignore[no-untyped-call]
+        self._sending, self._receiving = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def start(self, on_message: Callable[[Message], None], on_end: Callable[[EngineStopped | None], None]) -> None:
         """Starts the threads. They call `on_message` for every message in order, and `on_end` once.
@@ -226,12 +226,12 @@ class Ring:
     # transfer that they do not need.
 
     def _put_from_gpu(self, hidden: Tensor, computed: torch.cuda.Event) -> None:
-        with torch.cuda.stream(self._streams[0]):
-            self._streams[0].wait_event(computed)
+        with torch.cuda.stream(self._sending):
+            self._sending.wait_event(computed)
             self._finish(dist.isend(hidden.contiguous(), self._next, self._out))
 
     def _take_to_gpu(self, count: int) -> Tensor:
-        with torch.cuda.stream(self._streams[1]):
+        with torch.cuda.stream(self._receiving):
             hidden = self._rows(count)
             self._finish(dist.irecv(hidden, self._previous, self._in))
         return hidden

@@ -95,11 +95,11 @@ class RingPipeline:
         try:
             with torch.inference_mode():
                 hidden = self._layers.forward(begun.work, None, is_last=False)
-                with self._lock:
-                    if self._error is not None:
-                        raise self._error
-                    self._under_way.append(begun)
-                    self._ring.send(Message(Kind.PASS, written(begun.work), hidden))
+            with self._lock:
+                if self._error is not None:
+                    raise self._error
+                self._under_way.append(begun)
+                self._ring.send(Message(Kind.PASS, written(begun.work), hidden))
         except BaseException as error:
             begun.flight.output.set_exception(error)
 

@@ -33,7 +33,7 @@ _SMALL_BODY = 200_000_000
 _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
-_MOST_CAPTURE_S = 4.0
+MOST_STEPS_CAPTURE_S = 4.0
 
 
 def tune(
@@ -83,7 +83,7 @@ class _StreamTrials:
         decodes, chunks = runner.packer.decode_shapes(), runner.packer.chunk_shapes(limit)
         runner.prepare_graphs([*decodes, *chunks], self._config.hidden_size, compute_dtype(self._dtype))
         # The largest comes first: the memory that it takes is enough for all others. Then comes the shape of one prompt.
-        runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), _MOST_CAPTURE_S)
+        runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), MOST_STEPS_CAPTURE_S)
         runner.graphs.capture_all((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1)
         runner.max_graph_tokens = limit
         return budget

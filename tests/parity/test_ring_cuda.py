@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_pipeline_cuda import GREEDY, KINDS, LENGTHS, check_follows, check_under_load, ids
-from tiny_generators import folder_without_pooling, prompts
+from test_pipeline_cuda import GREEDY, KINDS, LENGTHS, check_under_load, ids
+from tiny_generators import assert_likely, folder_without_pooling, prompts
 
 from engine import Engine
 from engine.run.cuda_layers import CudaLayers
@@ -54,16 +54,17 @@ def test_greedy_tokens_in_fp32_are_those_of_one_gpu(tiny: Callable[..., Path], t
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_in_16_bits_follow_the_model(tiny: Callable[..., Path], tmp_path: Path, kind: str) -> None:
     """Chunks and whole prompts, and 64 streams at once."""
+    given = prompts(LENGTHS)
     folder, options = of_kind(tiny, tmp_path, kind), {"cache_tokens": 200 * PAGE_SIZE, "pooling": "last_token"}
     alone = Engine.load(folder, dtype="bfloat16", device="cuda:0", **options)  # type: ignore[arg-type]
     with ring(folder, "bfloat16", "cuda:1", **options) as engine:
         assert isinstance(engine.runner, RingPipeline)
         assert isinstance(engine.runner._layers, CudaLayers)
         for _ in range(2):
-            check_follows(alone, ids(engine.generate(prompts(LENGTHS), GREEDY)))
+            assert_likely(alone, given, ids(engine.generate(given, GREEDY)), GREEDY.max_tokens)
         check_under_load(engine, engine.runner._layers._graphs.wait)
     with ring(folder, "bfloat16", "cuda:1", max_batch_tokens=300, **options) as engine:
-        check_follows(alone, ids(engine.generate(prompts(LENGTHS), GREEDY)))
+        assert_likely(alone, given, ids(engine.generate(given, GREEDY)), GREEDY.max_tokens)
 
 
 def test_vectors_in_16_bits_are_those_of_one_gpu(tiny: Callable[..., Path]) -> None:
