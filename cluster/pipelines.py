@@ -47,7 +47,7 @@ class Cards:
             host = footprint(self.config, self.dtype, "cpu", self.max_batch_tokens, cache_tokens=0)
             return host.of_passes + host.context
         one = footprint(self.config, self.dtype, "gpu", self.max_batch_tokens, cache_tokens=0)
-        beside = bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens, self.in_ring)
+        beside = bytes_beside_passes(self.config, self.dtype, num_cards, self.max_batch_tokens)
         return one.of_passes + one.context + beside
 
     @cached_property

@@ -36,11 +36,12 @@ from engine.run.fits import check_generator_fits, pass_bytes, planned_bytes
 from engine.run.flight import Flight, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.later_stage import LaterStage, StageOptions
-from engine.run.layers import layers_of
+from engine.run.layers import Layers
 from engine.run.pack import BatchPacker
 from engine.run.pipeline import Pipeline
 from engine.run.ring import Ring, Store
 from engine.run.ring_pipeline import RingPipeline
+from engine.run.ring_streams import RingStreams
 from engine.run.runner import CpuRunner
 from engine.run.sleep import Sleeper, tensors_of
 from engine.run.stages import Stage, facts_of, plan_ring, plan_stages
@@ -108,8 +109,7 @@ class Engine:
             self.packer = replace(self.packer, tiling=replace(self.packer.tiling, capability=LEAST_TILED))  # for its kernels
         self.runner: CpuRunner | CudaRunner | StreamRunner | Pipeline | RingPipeline  # a CudaPipeline is a StreamRunner
         if ring is not None:
-            layers = layers_of(self.network.model, self.packer, device, cache, config, dtype)
-            self.runner = RingPipeline(self.network, self.packer, layers, device, ring)
+            self.runner = self._in_ring(ring, cache)
         elif parts.earlier and caches:
             self.runner = self._pipeline(parts.earlier, caches)
         elif device.type == "cpu" or (cache is not None and self.packer.tiling is None):
@@ -121,6 +121,13 @@ class Engine:
             self.runner = EmbeddingPipeline(parts.earlier, self.network, self.packer, [stage.device for stage in self.stages])
         else:
             self.runner = CudaRunner(self.network, self.packer, device)
+
+    def _in_ring(self, ring: Ring, cache: KVCache | None) -> RingPipeline | RingStreams:
+        """The runner of the first stage of a ring. It uses our kernels if they can compute the stage."""
+        network, packer = self.network, self.packer
+        if cache is None or packer.tiling is None:
+            return RingPipeline(network, packer, Layers(network.model, packer, self.device, cache), self.device, ring)
+        return RingStreams(network, StreamPacker.of(packer, network.model), cache, self.device, ring)
 
     def _pipeline(self, earlier: Sequence[Model], caches: Sequence[KVCache]) -> Pipeline | CudaPipeline:
         """The runner of a model in stages. It uses our kernels if they can compute each stage."""
@@ -274,13 +281,13 @@ class Engine:
             except BaseException:
                 engine.close()
                 raise
-            if isinstance(engine.runner, RingPipeline):
+            if isinstance(engine.runner, RingPipeline | RingStreams):
                 engine.runner.on_lost = on_lost
         return engine
 
     def close(self) -> None:
         """Ends the stages in other processes. No pass may be under way, and none may follow."""
-        if isinstance(self.runner, RingPipeline):
+        if isinstance(self.runner, RingPipeline | RingStreams):
             self.runner.close()
 
     def warm_up(self, max_batch_tokens: int | None) -> None:
@@ -486,7 +493,7 @@ class Engine:
     @property
     def num_stages(self) -> int:
         """The number of devices that compute a pass one after the other."""
-        return self.runner.num_stages if isinstance(self.runner, RingPipeline) else len(self.stages)
+        return self.runner.num_stages if isinstance(self.runner, RingPipeline | RingStreams) else len(self.stages)
 
     @property
     def max_batch_seqs(self) -> int | None:

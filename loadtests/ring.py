@@ -76,7 +76,7 @@ def main(name: str) -> None:
     ]
     notes = [
         f"random weights, bf16, a cache of {CACHE_TOKENS:,} tokens; stages of {' and '.join(map(str, ring['layers']))} layers",
-        f"{torch.cuda.device_count()} GPUs of one host; hidden states go over NCCL, the rest of a pass over gloo",
+        f"{torch.cuda.device_count()} GPUs of one host; the processes exchange everything over gloo, through the host's memory",
         f"decode: prompts of {PROMPT} tokens; the difference between answers of {LONG} and of {SHORT} tokens",
         "whole run: as in loadtests.generate, greedy",
     ]

@@ -9,24 +9,20 @@ stage. A pass may have tokens that the host does not know yet. Such a pass waits
 for no later copy.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.model.base import Model
 from engine.run.cuda import Staging
 from engine.run.cuda_streams import MOST_PAGES, Key, Replayed, StreamRunner
+from engine.run.foreseen import Foreseen
 from engine.run.kv_cache import KVCache
 from engine.run.network import Network
 from engine.run.stage_layers import StageLayers, receive, used_in
 from engine.run.streams import Laid, StreamPacker, StreamShape
-
-# The number of last passes whose copies of last tokens are remembered. Earlier passes have ended, because fewer are in flight.
-_REMEMBERED = 16
 
 
 class Link:
@@ -126,13 +122,7 @@ class CudaPipeline(StreamRunner):
         ]
         self._back = Link(devices[-1], devices[0])
         self._input: Tensor | None = None  # of all graphs, [most tokens, C]
-        self._number = 0  # the number of passes so far
-        self._chosen_by = np.zeros(
-            caches[0].num_pages, np.int64
-        )  # for each page, the number of the pass that chose its last token
-        self._copied: deque[tuple[int, torch.cuda.Event]] = deque(
-            maxlen=_REMEMBERED
-        )  # (number, its tokens are at the first stage)
+        self._foreseen = Foreseen(caches[0].num_pages)
 
     def _run_before(
         self, laid: Laid, shape: StreamShape, filled: Tensor, staging: Staging, graph: Replayed | None
@@ -141,7 +131,7 @@ class CudaPipeline(StreamRunner):
         if graph is not None:
             assert isinstance(graph, PipelineGraph), "this runner captures pipelines"
             graphs = graph.earlier
-        hidden, arrived = None, self._foreseen(laid)
+        hidden, arrived = None, self._foreseen.event(laid)
         for index, (stage, its_graph) in enumerate(zip(self._earlier, graphs, strict=True)):
             its_shape, its_filled = shape, filled
             if stage.packer != self.packer:  # different GPUs divide the work of attention differently
@@ -155,19 +145,9 @@ class CudaPipeline(StreamRunner):
             place.copy_(hidden, non_blocking=True)
         return hidden
 
-    def _foreseen(self, laid: Laid) -> torch.cuda.Event | None:
-        """The event after which the first stage has this pass's tokens that the host does not know. None if there are none."""
-        pages = laid.foreseen_pages
-        if not len(pages):
-            return None
-        number = self._chosen_by[pages].max()
-        return next((event for its_number, event in self._copied if its_number >= number), None)
-
     def _chosen(self, laid: Laid) -> None:
-        self._number += 1
-        self._chosen_by[laid.last_pages] = self._number
         _, arrived = self._back.send(self._last, self._stream, self._earlier[0].last)
-        self._copied.append((self._number, arrived))
+        self._foreseen.chosen(laid, arrived)
 
     def _graph_input(self, shape: StreamShape) -> Tensor | None:
         return None if self._input is None else self._input[: shape.num_tokens]

@@ -22,8 +22,9 @@ from engine.heads.scores import score_prompts
 from engine.kernels.attention_decode import DecodeWorkspace, most_items
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
+from engine.run.batch import PackedBatch
 from engine.run.cuda import Staging, cuda_errors
-from engine.run.flight import NO_VECTORS, Output
+from engine.run.flight import NO_VECTORS, Flight, Output
 from engine.run.graphs import GraphPool, Graphs
 from engine.run.kv_cache import KVCache
 from engine.run.network import Network
@@ -138,7 +139,7 @@ class StreamRunner:
         outputs: tuple[OutputName, ...] = (),
         pieces: Sequence[Piece] = (),
         together: CohortPass | None = None,
-    ) -> StreamFlight:
+    ) -> Flight:
         """Queue one pass over the streams of a cohort and the pieces. Raises: OutOfMemory, BackendError, DeviceLost."""
         assert not sequences, "a generation model gets only pieces"
         laid = Laid(pieces, together)
@@ -178,13 +179,17 @@ class StreamRunner:
             host, laid.num_together, picks, laid.chosen, extra, scores, vectors, self._devices, staging, self._idle
         )
 
-    # A pipeline's last stage overrides these three (`engine/run/cuda_pipeline.py`).
+    # Pipelines override these (`engine/run/cuda_pipeline.py`, `ring_streams.py`).
 
     def _run_before(
         self, laid: Laid, shape: StreamShape, filled: Tensor, staging: Staging, graph: Replayed | None
     ) -> Tensor | None:
         """Queues the stages before this one. Returns: the hidden states [T, C] that an eager pass begins with, if any."""
         return None
+
+    def _forward(self, batch: PackedBatch, pooled_only: bool) -> Tensor:
+        """The hidden states of this stage: [T, C], with `pooled_only` [B, C]."""
+        return self._model.forward(batch, pooled_only=pooled_only)
 
     def _chosen(self, laid: Laid) -> None:
         """Called when the choice of the pass's tokens is queued."""
@@ -217,11 +222,11 @@ class StreamRunner:
         batch = replace(batch, hidden=before)
         scores: list[list[Token] | None] = []
         if scored:
-            whole = self._model.forward(batch)
+            whole = self._forward(batch, pooled_only=False)
             scores = score_prompts(whole[num_together:], scored, self._head)
             hidden = whole.index_select(0, batch.pooled_rows)
         else:
-            hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
+            hidden = self._forward(batch, pooled_only=shape.num_chunk_tokens > 0)
         return hidden, kernels.sample(self._head.narrow(hidden), choices, self._last), scores
 
     def _capture(self, key: Key, eager_first: bool) -> Replayed:
@@ -243,7 +248,7 @@ class StreamRunner:
             def compute() -> None:
                 batch, choices = shape.view(self._buffer, self._cache.layers, self._workspace, self._last)
                 batch = replace(batch, hidden=self._graph_input(shape))
-                hidden = self._model.forward(batch, pooled_only=shape.num_chunk_tokens > 0)
+                hidden = self._forward(batch, pooled_only=shape.num_chunk_tokens > 0)
                 kernels.sample(self._head.narrow(hidden), choices, self._last, sampled_place)
                 hidden_place.copy_(hidden)
 

@@ -19,9 +19,10 @@ from engine.errors import EngineStopped
 from engine.load import choose, load_layers, packer_of, read_config
 from engine.model.config import KvCacheDtype, ModelConfig, Pooling, with_kv_cache_dtype
 from engine.run import reserve
+from engine.run.cuda_layers import CudaLayers
 from engine.run.kv_cache import KVCache
 from engine.run.layers import layers_of
-from engine.run.ring import NOTHING, Kind, Message, Place, Ring, with_text
+from engine.run.ring import NOTHING, Kind, Message, Place, Received, Ring, with_text
 from engine.run.stages import facts_of
 from engine.run.work import read
 
@@ -91,27 +92,35 @@ class StageProcess:
 
     def run(self, place: Place) -> None:
         """Computes passes until the ring ends. Raises: DeviceLost if it ends because a process is lost."""
-        wide, inbox = compute_dtype(self._dtype), queue.SimpleQueue[Message | EngineStopped | None]()
+        wide, inbox = compute_dtype(self._dtype), queue.SimpleQueue[Received | EngineStopped | None]()
         ring = Ring(place, self._address, self._device, wide, self._config.hidden_size)
         ring.start(inbox.put, inbox.put)
         is_last = place.stage == place.num_stages - 1
-        while isinstance(message := inbox.get(), Message):
+        while isinstance(received := inbox.get(), Received):
             with current(self._device):
-                ring.send(self._computed(message, is_last) if message.kind == Kind.PASS else message)
-            del message  # the next pass may be long in coming
-        if message is not None:
-            raise message
+                ring.send(self._computed(ring, received, is_last))
+            del received  # the next pass may be long in coming
+        if received is not None:
+            raise received
         ring.send(Message(Kind.END, NOTHING))
         ring.leave()
 
-    def _computed(self, message: Message, is_last: bool) -> Message:
-        """The pass for the next stage. An error ends the pass alone."""
+    def _computed(self, ring: Ring, received: Received, is_last: bool) -> Message:
+        """The message for the next stage. An error ends the pass alone. Raises: DeviceLost if the ring has ended."""
+        hidden = received.hidden
+        if hidden is None:  # the pass has failed in an earlier stage
+            return Message(received.kind, received.about)
         try:
             with torch.inference_mode():
-                assert message.hidden is not None, "a pass has hidden states"
-                work = read(message.about)
-                batch_hidden = self._layers.forward(work, message.hidden, is_last)
-            return message._replace(hidden=batch_hidden)
+                work = read(received.about)
+                if isinstance(self._layers, CudaLayers):
+                    assert ring.arrivals is not None, "the ring of a GPU counts arrivals"
+                    leaving = self._layers.queue(work, hidden, ring.arrivals, is_last)
+                    return Message(Kind.PASS, received.about, leaving)
+                output = self._layers.forward(work, hidden.wait().to(self._device), is_last)
+                return Message(Kind.PASS, received.about, output.cpu())
+        except EngineStopped:
+            raise
         except Exception as error:
             log.exception("a pass failed")
             return with_text(Kind.FAILED, str(error) or repr(error))

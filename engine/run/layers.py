@@ -13,7 +13,6 @@ from engine.run.cuda_layers import CudaLayers
 from engine.run.kv_cache import KVCache
 from engine.run.pack import BatchPacker
 from engine.run.runner import with_cache
-from engine.run.stage_layers import used_in
 from engine.run.streams import StreamPacker
 from engine.run.work import Work
 
@@ -33,8 +32,6 @@ class Layers:
             hidden: [T, C] of the stage before; None for the first stage.
         Returns: [T, C]; of the last stage without `work.all_rows` [B, C].
         """
-        if hidden is not None and hidden.is_cuda:
-            used_in(hidden, torch.cuda.current_stream(self.device))
         sequences = [piece.token_ids for piece in work.pieces] or work.sequences
         batch = self.packer.pack(sequences, device=self.device, whole=work.whole)
         if work.pieces:
@@ -46,12 +43,11 @@ class Layers:
 def layers_of(
     model: Model, packer: BatchPacker, device: torch.device, cache: KVCache | None, config: ModelConfig, dtype: torch.dtype
 ) -> Layers | CudaLayers:
-    """The layers of a stage. `config.part` names them. With a cache, our kernels compute them if `packer` has tiles."""
+    """The layers of a later stage. `config.part` names them. With a cache, our kernels compute them if `packer` has tiles."""
     tiles = packer.tiling
     if cache is None or tiles is None:
         return Layers(model, packer, device, cache)
     if cache.in_8_bits:
         tiles = replace(tiles, capability=LEAST_TILED)
     packed = StreamPacker.for_windows(tiles, model.windows)
-    is_first = config.layers.start == 0
-    return CudaLayers(model, packed, cache, config.hidden_size, compute_dtype(dtype), is_first)
+    return CudaLayers(model, packed, cache, config.hidden_size, compute_dtype(dtype))

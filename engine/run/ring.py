@@ -1,8 +1,9 @@
 """Carries passes between the processes of a pipeline, in a ring: from each stage to the next one, from the last to the first.
 
-torch.distributed moves the data: gloo between CPUs, and NCCL the hidden states between GPUs. In each process one thread sends
-and one receives, so that the stage computes meanwhile. They wait without polling. Each process sends at least every `_BEAT_S`.
-A process whose connection breaks, or that is silent for `SILENT_S`, ends the whole ring: an error reaches every process.
+torch.distributed moves the data, with gloo. Hidden states of GPUs go through the host's memory. In each process one thread sends
+and one receives, so that the stage computes meanwhile. They wait without polling. A message comes before its hidden states, so
+that the next stage prepares its pass while they are computed. Each process sends at least every `_BEAT_S`. A process whose
+connection breaks, or that is silent for `SILENT_S`, ends the whole ring: an error reaches every process.
 """
 
 import os
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from engine.devices import begin_thread
 from engine.errors import DeviceLost, EngineStopped
+from engine.run.arrivals import Arrivals, Arriving
+from engine.run.departures import Leaving
 
 SILENT_S = 20.0
 _BEAT_S = 2.0
@@ -36,7 +39,7 @@ _TCPStore = dist.TCPStore  # type: ignore[attr-defined]
 
 class Kind(IntEnum):
     BEAT = 0  # nothing to do
-    PASS = 1  # `about` describes the pass, `hidden` has its hidden states
+    PASS = 1  # `about` describes the pass, its hidden states follow
     FAILED = 2  # a stage has failed to compute a pass; `about` has the bytes of the error's text
     END = 3  # the ring ends in order
     LOST = 4  # the ring ends, because a process is lost; `about` has the bytes of the error's text
@@ -47,8 +50,15 @@ class Message(NamedTuple):
 
     kind: Kind
     about: NDArray[np.int32]
-    hidden: Tensor | None = None  # [n, C], on the device of this process
-    computed: torch.cuda.Event | None = None  # the GPU has computed `hidden` after this event
+    hidden: Tensor | Leaving | None = None  # [n, C], on the CPU
+
+
+class Received(NamedTuple):
+    """A message that has come, except BEAT, END and LOST."""
+
+    kind: Kind
+    about: NDArray[np.int32]
+    hidden: Arriving | None = None
 
 
 NOTHING: NDArray[np.int32] = np.empty(0, np.int32)
@@ -92,57 +102,52 @@ class Ring:
 
         Args:
             address: of this process's machine.
-            device, dtype, hidden_size: of the hidden states.
+            device: of this stage.
+            dtype, hidden_size: of the hidden states.
             store: in the process of the first stage.
         Raises: DeviceLost if the others do not join.
         """
         _use_interface_of(address)
         self._device, self._dtype, self._hidden_size = device, dtype, hidden_size
+        self.arrivals = Arrivals() if device.type == "cuda" else None
+        self._number = 0  # of passes that have come
+        self._coming: Arriving | None = None
         self._next, self._previous = (place.stage + 1) % place.num_stages, (place.stage - 1) % place.num_stages
         self.num_stages = place.num_stages
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock, self._ended = threading.Lock(), False
         self._threads: list[threading.Thread] = []
-        self._out: dist.ProcessGroup | None = None
-        self._in: dist.ProcessGroup | None = None
-        self._on_message: Callable[[Message], None] = lambda _: None
+        self._on_message: Callable[[Received], None] = lambda _: None
         self._on_end: Callable[[EngineStopped | None], None] = lambda _: None
+        self._place: Callable[[int], Tensor] = self._new_place
         try:
             kept = _TCPStore(place.host, place.port, place.num_stages, False, _JOIN) if store is None else store.store
-            backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=kept, rank=place.stage, world_size=place.num_stages, timeout=_JOIN)
-            if device.type == "cuda":
-                self._connect(place)
+            dist.init_process_group("gloo", store=kept, rank=place.stage, world_size=place.num_stages, timeout=_JOIN)
         except (RuntimeError, ValueError) as error:
             raise DeviceLost(f"{self._name(place.stage)} cannot join the others: {error}") from error
 
-    def _connect(self, place: Place) -> None:
-        """Makes a group for each connection of the ring. NCCL computes the operations of a group one after the other.
-
-        In one group for both directions, two neighbours that both send first would wait for each other.
-        """
-        pairs = [[stage, (stage + 1) % place.num_stages] for stage in range(place.num_stages)]
-        groups = [dist.new_group(pair, _JOIN, "nccl") for pair in pairs]
-        self._out, self._in = groups[place.stage], groups[self._previous]
-        self._sending, self._receiving = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
-    def start(self, on_message: Callable[[Message], None], on_end: Callable[[EngineStopped | None], None]) -> None:
+    def start(
+        self,
+        on_message: Callable[[Received], None],
+        on_end: Callable[[EngineStopped | None], None],
+        place: Callable[[int], Tensor] | None = None,
+    ) -> None:
         """Starts the threads. They call `on_message` for every message in order, and `on_end` once.
 
-        `on_end` gets the error that has ended the ring, or None if the ring has ended in order.
+        Args:
+            on_message: called before the hidden states of the message have come.
+            on_end: gets the error that has ended the ring, or None if the ring has ended in order.
+            place: gives the memory for hidden states of n rows, before `on_message` is called. None allocates it.
         """
         self._on_message, self._on_end = on_message, on_end
+        self._place = place or self._new_place
         for target in (self._send_all, self._receive_all):
             thread = threading.Thread(target=self._run, args=(target,), name=f"ring{target.__name__}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def send(self, message: Message) -> None:
-        """Queues a message for the next stage. The current CUDA stream computes its hidden states."""
-        if message.hidden is not None and message.hidden.is_cuda:
-            computed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            computed.record(torch.cuda.current_stream(self._device))
-            message = message._replace(computed=computed)
+        """Queues a message for the next stage."""
         self._outbox.put(message)
 
     def leave(self) -> None:
@@ -172,18 +177,30 @@ class Ring:
     def _receive_all(self) -> None:
         try:
             while True:
-                message = self._receive()
-                if message.kind in (Kind.END, Kind.LOST):
-                    self._end(DeviceLost(text_in(message.about)) if message.kind == Kind.LOST else None)
+                kind, about, num_rows = self._receive()
+                if kind in (Kind.END, Kind.LOST):
+                    self._end(DeviceLost(text_in(about)) if kind == Kind.LOST else None)
                     return
-                if message.kind != Kind.BEAT:
-                    self._on_message(message)
-                del message
+                if kind != Kind.BEAT:
+                    self._deliver(kind, about, num_rows)
         except Exception as error:
             self._lose(self._previous, error)
 
+    def _deliver(self, kind: Kind, about: NDArray[np.int32], num_rows: int) -> None:
+        self._number += 1
+        self._coming = Arriving(self._place(num_rows), self._number) if num_rows else None
+        self._on_message(Received(kind, about, self._coming))
+        if self._coming is not None:
+            self._take(self._coming.rows)
+        if self.arrivals is not None:
+            self.arrivals.arrived(self._number)
+        if self._coming is not None:
+            self._coming.end()
+            self._coming = None  # not sooner: to free pinned memory is a call of CUDA, see `engine/run/departures.py`
+
     def _send(self, message: Message) -> None:
-        num_rows = 0 if message.hidden is None else len(message.hidden)
+        hidden = message.hidden
+        num_rows = 0 if hidden is None else len(hidden.rows if isinstance(hidden, Leaving) else hidden)
         head = np.zeros(_HEAD, np.int32)
         head[:3] = message.kind, len(message.about), num_rows
         first, rest = message.about[: _HEAD - 3], message.about[_HEAD - 3 :]
@@ -191,22 +208,20 @@ class Ring:
         self._put(torch.from_numpy(head))
         if len(rest):
             self._put(torch.from_numpy(rest))
-        if message.hidden is not None and num_rows:
-            if message.computed is None:
-                self._put(message.hidden.contiguous())
-            else:
-                self._put_from_gpu(message.hidden, message.computed)
+        if isinstance(hidden, Leaving):
+            self._put(hidden.wait(SILENT_S))
+            hidden.give_back()
+        elif hidden is not None:
+            self._put(hidden.contiguous())
 
-    def _receive(self) -> Message:
+    def _receive(self) -> tuple[Kind, NDArray[np.int32], int]:
+        """The next message's kind, its `about`, and the number of rows of the hidden states that follow."""
         head = self._take(torch.empty(_HEAD, dtype=torch.int32)).numpy()
         kind, size, num_rows = head[:3].tolist()
         about = head[3 : 3 + size]
         if (rest := size - len(about)) > 0:
             about = np.concatenate((about, self._take(torch.empty(rest, dtype=torch.int32)).numpy()))
-        hidden = None
-        if num_rows:
-            hidden = self._take_to_gpu(num_rows) if self._device.type == "cuda" else self._take(self._rows(num_rows))
-        return Message(Kind(kind), about, hidden)
+        return Kind(kind), about, num_rows
 
     def _put(self, tensor: Tensor) -> None:
         work = dist.isend(tensor, self._next)
@@ -219,52 +234,36 @@ class Ring:
         work.wait(_SILENT)
         return tensor
 
-    def _rows(self, count: int) -> Tensor:
-        return torch.empty(count, self._hidden_size, dtype=self._dtype, device=self._device)
-
-    # NCCL queues a transfer on a CUDA stream. The thread waits for the transfer's end, so that a stage's passes never wait for a
-    # transfer that they do not need.
-
-    def _put_from_gpu(self, hidden: Tensor, computed: torch.cuda.Event) -> None:
-        with torch.cuda.stream(self._sending):
-            self._sending.wait_event(computed)
-            self._finish(dist.isend(hidden.contiguous(), self._next, self._out))
-
-    def _take_to_gpu(self, count: int) -> Tensor:
-        with torch.cuda.stream(self._receiving):
-            hidden = self._rows(count)
-            self._finish(dist.irecv(hidden, self._previous, self._in))
-        return hidden
-
-    @staticmethod
-    def _finish(work: dist.Work | None) -> None:
-        assert work is not None, "this process belongs to the group"
-        work.wait()  # lets the current CUDA stream wait
-        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        done.record()
-        done.synchronize()
+    def _new_place(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self._hidden_size, dtype=self._dtype, pin_memory=self._device.type == "cuda")
 
     def _lose(self, stage: int, error: Exception) -> None:
         self._end(DeviceLost(f"{self._name(stage)} is lost, so the model can no longer be computed: {error}"))
 
     def _end(self, error: EngineStopped | None) -> None:
+        if (coming := self._coming) is not None:
+            coming.end(error)
         with self._lock:
             if self._ended:
                 return
             self._ended = True
         if error is not None:
             self.send(with_text(Kind.LOST, str(error)))
-        self._on_end(error)
+        try:
+            self._on_end(error)  # first, because then the passes that a GPU waits for end
+        finally:
+            if self.arrivals is not None:
+                self.arrivals.end()
 
     def _name(self, stage: int) -> str:
         return f"stage {stage + 1} of {self.num_stages}"
 
 
 def _use_interface_of(address: str) -> None:
-    """Makes gloo and NCCL use the network interface that has this address. Otherwise gloo takes the one of the host's name."""
+    """Makes gloo use the network interface that has this address. Otherwise it takes the one of the host's name."""
     found = (name for name, given in psutil.net_if_addrs().items() if any(each.address == address for each in given))
     if (interface := next(found, "lo" if address.startswith("127.") else None)) is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def text_in(about: NDArray[np.int32]) -> str:

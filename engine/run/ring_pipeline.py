@@ -1,5 +1,7 @@
 """Runs passes in a ring of processes: the first stage and all heads are here, the later stages elsewhere.
 
+With our kernels, streams have another runner (`engine/run/ring_streams.py`). This one is for all other models.
+
 Passes follow one another through the stages, so that all stages compute at the same time. The last stage sends its hidden states
 back. Here the heads choose tokens, score prompts and make vectors. So the options of requests stay in this process, and a head
 that is tied to the word embeddings needs no copy of them.
@@ -21,13 +23,12 @@ from engine.errors import BackendError, EngineStopped
 from engine.heads.base import OutputHead
 from engine.model.config import OutputName
 from engine.options import EmbedOptions, TokenIds
-from engine.run.cuda_layers import CudaLayers
 from engine.run.flight import NO_VECTORS, Output
 from engine.run.layers import Layers
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.run.pipeline import PipelineFlight
-from engine.run.ring import NOTHING, Kind, Message, Ring, text_in
+from engine.run.ring import NOTHING, Kind, Message, Received, Ring, text_in
 from engine.run.runner import output_of
 from engine.run.work import Work, written
 from engine.schedule.piece import Piece
@@ -52,9 +53,7 @@ class RingPipeline:
 
     speculation_rows = 0  # groups of streams take turns instead, so that the stages compute at the same time
 
-    def __init__(
-        self, network: Network, packer: BatchPacker, layers: Layers | CudaLayers, device: torch.device, ring: Ring
-    ) -> None:
+    def __init__(self, network: Network, packer: BatchPacker, layers: Layers, device: torch.device, ring: Ring) -> None:
         """`network`: all heads. `layers`: of the first stage."""
         self.packer = packer
         self.num_stages = self.passes_in_flight = ring.num_stages
@@ -65,7 +64,7 @@ class RingPipeline:
         self._lock = threading.Lock()
         self._under_way: deque[_Pass] = deque()  # sent, in order
         self._error: EngineStopped | None = None  # the reason why the ring has ended
-        self._returned: queue.SimpleQueue[Message | EngineStopped | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Received | EngineStopped | None] = queue.SimpleQueue()
         self.on_lost: Callable[[EngineStopped], None] | None = None  # called when a process is lost, after all passes have failed
         self._ended_at = perf_counter()  # when the last pass ended
         self._finisher = threading.Thread(target=self._finish_all, name="heads", daemon=True)
@@ -94,7 +93,7 @@ class RingPipeline:
         """Computes the first stage. An error ends the pass, and `wait` of its flight raises it."""
         try:
             with torch.inference_mode():
-                hidden = self._layers.forward(begun.work, None, is_last=False)
+                hidden = self._layers.forward(begun.work, None, is_last=False).cpu()
             with self._lock:
                 if self._error is not None:
                     raise self._error
@@ -105,34 +104,34 @@ class RingPipeline:
 
     def _finish_all(self) -> None:
         begin_thread(self._device)
-        while isinstance(message := self._returned.get(), Message):
+        while isinstance(received := self._returned.get(), Received):
             with self._lock:
                 ended = self._under_way.popleft()
             try:
-                ended.flight.output.set_result(self._finished(ended, message))
+                ended.flight.output.set_result(self._finished(ended, received))
             except BaseException as error:
                 ended.flight.output.set_exception(error)
             self._ended_at = perf_counter()
-            del message, ended  # the next pass may be long in coming
-        ended_by = message or EngineStopped("the stages have ended")
+            del received, ended  # the next pass may be long in coming
+        ended_by = received or EngineStopped("the stages have ended")
         with self._lock:
             self._error = ended_by
             left = list(self._under_way)
         for each in left:
             each.flight.output.set_exception(ended_by)
-        if message is not None and self.on_lost is not None:
-            self.on_lost(message)
+        if received is not None and self.on_lost is not None:
+            self.on_lost(received)
 
-    def _finished(self, ended: _Pass, message: Message) -> Output:
-        if message.kind == Kind.FAILED:
-            raise BackendError(text_in(message.about))
-        assert message.hidden is not None, "a pass has hidden states"
+    def _finished(self, ended: _Pass, received: Received) -> Output:
+        if received.hidden is None:
+            raise BackendError(text_in(received.about))
         with torch.inference_mode(), torch.cuda.stream(self._heads):
+            hidden = received.hidden.wait().to(self._device)
             if ended.work.pieces:
-                tokens, scores, vectors = self._network.choose(message.hidden, ended.work.pieces)
+                tokens, scores, vectors = self._network.choose(hidden, ended.work.pieces)
                 array = NO_VECTORS if vectors is None else vectors.cpu().numpy()
                 return Output(array, device_s=self._seconds(ended), tokens=tokens, scores=scores)
-            return self._vectors(ended, message.hidden)
+            return self._vectors(ended, hidden)
 
     def _vectors(self, ended: _Pass, hidden: Tensor) -> Output:
         sequences, options = ended.work.sequences, ended.options

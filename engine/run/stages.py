@@ -29,9 +29,6 @@ from engine.run.layer_times import measure, seconds_on_gpu
 
 log = logging.getLogger(__name__)
 
-# For NCCL's buffers of two connections. Not measured.
-_NCCL_BYTES = 512 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -141,7 +138,7 @@ def facts_of(
         return cut.Device(name, int(psutil.virtual_memory().available), passes, *seconds)
     times = measure(config, dtype, device, seconds_on_gpu)
     torch.cuda.empty_cache()  # frees the memory of the measured layers before the free memory is read
-    beside = bytes_beside_passes(config, dtype, num_stages, max_batch_tokens, in_ring=True)
+    beside = bytes_beside_passes(config, dtype, num_stages, max_batch_tokens)
     passes = beside + pass_bytes(config, dtype, device, max_batch_tokens)
     seconds = (), 0.0
     if times is not None:
@@ -207,17 +204,12 @@ def _seconds(
     return found
 
 
-def bytes_beside_passes(
-    config: ModelConfig, dtype: torch.dtype, num_stages: int, max_batch_tokens: int | None, in_ring: bool = False
-) -> int:
-    """The bytes of each GPU that a stage takes beside its weights, its cache and the passes of a whole model.
-
-    `in_ring`: each stage is a process of its own.
-    """
+def bytes_beside_passes(config: ModelConfig, dtype: torch.dtype, num_stages: int, max_batch_tokens: int | None) -> int:
+    """The bytes of each GPU that a stage takes beside its weights, its cache and the passes of a whole model."""
     # The hidden states of the passes in flight, and those that CUDA graphs begin and end with.
     if config.generation is None:
         tokens = max(max_batch_tokens or MOST_BATCH_TOKENS, config.max_input_length)
     else:
         tokens = max_batch_tokens or MOST_STREAM_TOKENS
     hidden = (num_stages + 3) * tokens * config.hidden_size * compute_dtype(dtype).itemsize
-    return family_of(config).table_bytes(config) + KERNEL_BYTES + hidden + _NCCL_BYTES * in_ring
+    return family_of(config).table_bytes(config) + KERNEL_BYTES + hidden

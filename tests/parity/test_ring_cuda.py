@@ -12,10 +12,9 @@ from test_pipeline_cuda import GREEDY, KINDS, LENGTHS, check_under_load, ids
 from tiny_generators import assert_likely, folder_without_pooling, prompts
 
 from engine import Engine
-from engine.run.cuda_layers import CudaLayers
 from engine.run.kv_cache import PAGE_SIZE
-from engine.run.layers import Layers
 from engine.run.ring_pipeline import RingPipeline
+from engine.run.ring_streams import RingStreams
 from loadtests.later_stages import spawned
 
 pytestmark = [
@@ -29,7 +28,6 @@ def ring(folder: Path, dtype: Any, *devices: str, **options: Any) -> Iterator[En
     """`devices`: of the later stages."""
     with spawned(*devices) as later:
         engine = Engine.load(folder, dtype=dtype, device="cuda:0", later=later, **options)
-        assert isinstance(engine.runner, RingPipeline)
         try:
             yield engine
         finally:
@@ -47,7 +45,6 @@ def test_greedy_tokens_in_fp32_are_those_of_one_gpu(tiny: Callable[..., Path], t
     expected = ids(alone.generate(prompts(LENGTHS), GREEDY))
     with ring(folder, "float32", "cuda:1", cache_tokens=cache_tokens, max_batch_tokens=300) as engine:
         assert isinstance(engine.runner, RingPipeline)
-        assert isinstance(engine.runner._layers, Layers)
         assert ids(engine.generate(prompts(LENGTHS), GREEDY)) == expected
 
 
@@ -58,11 +55,10 @@ def test_tokens_in_16_bits_follow_the_model(tiny: Callable[..., Path], tmp_path:
     folder, options = of_kind(tiny, tmp_path, kind), {"cache_tokens": 200 * PAGE_SIZE, "pooling": "last_token"}
     alone = Engine.load(folder, dtype="bfloat16", device="cuda:0", **options)  # type: ignore[arg-type]
     with ring(folder, "bfloat16", "cuda:1", **options) as engine:
-        assert isinstance(engine.runner, RingPipeline)
-        assert isinstance(engine.runner._layers, CudaLayers)
+        assert isinstance(engine.runner, RingStreams)
         for _ in range(2):
             assert_likely(alone, given, ids(engine.generate(given, GREEDY)), GREEDY.max_tokens)
-        check_under_load(engine, engine.runner._layers._graphs.wait)
+        check_under_load(engine, engine.runner.graphs.wait)
     with ring(folder, "bfloat16", "cuda:1", max_batch_tokens=300, **options) as engine:
         assert_likely(alone, given, ids(engine.generate(given, GREEDY)), GREEDY.max_tokens)
 

@@ -1,6 +1,8 @@
 """The GPU runner of stages without a GPU: the inputs of each stage, graphs of all stages, and the waits between passes."""
 
+import ctypes
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,22 @@ from test_cuda_streams import KINDS, MIXED, PAGE_SIZE, NoContext, Pool, Streamin
 from tiny_generators import folder_without_pooling, prompts
 
 from engine import Engine
-from engine.errors import DeviceLost
+from engine.draws import Row
+from engine.errors import BackendError, DeviceLost
 from engine.kernels.tiles import Tiling
 from engine.loop import EngineLoop
 from engine.options import EmbedOptions, SamplingOptions
 from engine.passes import BatchReport, Passes
-from engine.run import cuda, cuda_layers, cuda_pipeline, cuda_streams, stage_layers, tune
+from engine.run import cuda, cuda_layers, cuda_pipeline, cuda_streams, departures, ring_streams, stage_layers, tune
+from engine.run.arrivals import Arriving
 from engine.run.cuda_layers import CudaLayers
 from engine.run.cuda_pipeline import CudaPipeline, EarlierStage
-from engine.run.flight import NO_VECTORS, Finished, Output
 from engine.run.kv_cache import KVCache
 from engine.run.pipeline import Pipeline
+from engine.run.ring import Kind, Message, Received, with_text
+from engine.run.ring_streams import RingStreams
 from engine.run.streams import StreamPacker
-from engine.run.work import Work, read, written
+from engine.run.work import read
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 from engine.schedule.request import Request
@@ -36,11 +41,12 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Torch()
     made.cuda.device = made.cuda.stream = NoContext  # type: ignore[attr-defined]
     made.cuda.current_stream = Stream  # type: ignore[attr-defined]
-    for module in (cuda, cuda_layers, cuda_pipeline, cuda_streams, stage_layers, tune):
+    for module in (cuda, cuda_layers, cuda_pipeline, cuda_streams, departures, ring_streams, stage_layers, tune):
         monkeypatch.setattr(module, "torch", made)
     for module in (stage_layers, cuda_streams):
         monkeypatch.setattr(module, "GraphPool", Pool)
-    for module in (cuda_layers, cuda_pipeline, stage_layers):
+    monkeypatch.setattr(departures, "post_after", lambda _, semaphore: departures._libc.sem_post(ctypes.c_void_p(semaphore)))
+    for module in (cuda_pipeline, stage_layers):
         monkeypatch.setattr(module, "used_in", lambda tensor, stream: None)
 
 
@@ -74,9 +80,9 @@ def engines(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 
     def make(kind: str, num_stages: int) -> Engine:
         if (kind, num_stages) not in made:
-            copy = tmp_path_factory.getbasetemp() / f"staged-{kind}"
+            path = tmp_path_factory.getbasetemp() / f"staged-{kind}"
             config = {"tie_word_embeddings": False, "num_hidden_layers": 4} | KINDS[kind]
-            folder = folder_without_pooling(tiny, kind, copy, **config)
+            folder = folder_without_pooling(tiny, kind, path, **config)
             how = {"dtype": "float32", "devices": ["cpu"] * num_stages, "cache_tokens": 64 * PAGE_SIZE}
             made[kind, num_stages] = Engine.load(folder, **how)  # type: ignore[arg-type]
         return made[kind, num_stages]
@@ -109,40 +115,76 @@ def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, in
         assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
 
 
-class InARing(Staged):
-    """The stages of a ring on GPUs, one after the other in this process. `from_graphs`: decode steps replay graphs."""
+class OneProcess:
+    """A ring whose later stages are in this process. They compute a pass when it is sent. `fails`: the numbers of failing passes."""
 
-    def __init__(self, engine: Engine, num_pages: int, budget: int, from_graphs: bool) -> None:
+    def __init__(self, later: Sequence[CudaLayers], fails: Sequence[int] = ()) -> None:
+        self.later, self.fails, self.num_stages, self.arrivals = later, fails, len(later) + 1, self
+        self.held: list[int] = []
+        self._number = 0
+
+    def start(self, on_message: Any, on_end: Any, place: Any) -> None:
+        self.on_message, self.end, self.place = on_message, on_end, place
+
+    def hold(self, stream: Stream, number: int) -> None:
+        self.held.append(number)
+
+    def send(self, message: Message) -> None:
+        if message.hidden is None:
+            return
+        self._number += 1
+        if self._number in self.fails:
+            self.on_message(Received(*with_text(Kind.FAILED, "the second stage broke")[:2]))
+            return
+        rows = self._sent(message.hidden)
+        for layers in self.later:
+            last = layers is self.later[-1]
+            rows = self._sent(layers.queue(read(message.about), self._here(rows), self, last))  # type: ignore[arg-type]
+        back = self.place(len(rows)).copy_(rows)
+        assert len(back) == len(rows)
+        self.on_message(Received(Kind.PASS, message.about, self._here(back)))
+
+    @staticmethod
+    def _sent(leaving: Any) -> torch.Tensor:
+        rows: torch.Tensor = leaving.wait(10.0).clone()
+        leaving.give_back()
+        return rows
+
+    def _here(self, rows: torch.Tensor) -> Arriving:
+        hidden = Arriving(rows, self._number)
+        hidden.end()
+        return hidden
+
+    def leave(self) -> None: ...
+
+
+class InARing(Staged):
+    """An engine whose later stages are in a ring. `from_graphs`: the later stages' decode steps replay graphs."""
+
+    def __init__(self, engine: Engine, num_pages: int, budget: int, from_graphs: bool, fails: Sequence[int] = ()) -> None:
         super().__init__(engine, num_pages, budget)
         staged, config = self.runner, engine.config
         packers = [*(each.packer for each in staged._earlier), staged.packer]
         caches = [KVCache(stage.config, num_pages * PAGE_SIZE, torch.float32, CPU) for stage in engine.stages]
         models = [*(each._model for each in staged._earlier), engine.model]
         self.layers = [
-            CudaLayers(model, packer, cache, config.hidden_size, torch.float32, is_first=not index)
-            for index, (model, packer, cache) in enumerate(zip(models, packers, caches, strict=True))
+            CudaLayers(model, packer, cache, config.hidden_size, torch.float32)
+            for model, packer, cache in zip(models[1:], packers[1:], caches[1:], strict=True)
         ]
         if not from_graphs:
             for each in self.layers:
                 each._graphs = cuda_layers.Graphs(each._graphs._capture, most=0)
-        self.passes_in_flight = self.num_stages = 1
-
-    @torch.inference_mode()
-    def launch(self, sequences: Any, options: Any, outputs: Any, pieces: Sequence[Piece]) -> Finished:
-        work, hidden = Work(pieces, all_rows=any(piece.scored is not None for piece in pieces)), None
-        for layers in self.layers:
-            hidden = layers.forward(work, hidden, is_last=layers is self.layers[-1])
-            work = read(written(work))
-        assert hidden is not None, "there are stages"
-        tokens, scores, vectors = self._engine.network.choose(hidden, pieces)
-        return Finished(Output(NO_VECTORS if vectors is None else vectors.numpy(), device_s=1e-3, tokens=tokens, scores=scores))
+        self.ring, network = OneProcess(self.layers, fails), copy(engine.network)
+        network.model = models[0]
+        self.runner = RingStreams(network, packers[0], caches[0], CPU, self.ring)  # type: ignore[arg-type, assignment]
+        self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize("from_graphs", [False, True])
+@pytest.mark.parametrize("graph_tokens", [0, 4096])
 def test_stages_of_a_ring_give_the_tokens_of_one_device(
-    engines: Callable[[str, int], Engine], num_stages: int, from_graphs: bool
+    engines: Callable[[str, int], Engine], num_stages: int, graph_tokens: int
 ) -> None:
     """Whole prompts and chunks. A later stage gets no token ids and no options."""
     alone, engine = engines("gemma3_lm", 1), engines("gemma3_lm", num_stages)
@@ -150,14 +192,46 @@ def test_stages_of_a_ring_give_the_tokens_of_one_device(
     plain, embedded = streams_of(alone, MIXED), Request(sequences, EmbedOptions())
     Passes(alone, 4096).run([*plain, embedded])
     for budget in (4096, 50):
-        ours = InARing(engine, 40, budget, from_graphs)
-        request = Request(sequences, EmbedOptions())
-        for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
-            same(mine, theirs.future.result(0))
-        np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
+        ours = InARing(engine, 40, budget, from_graphs=bool(graph_tokens))
+        if graph_tokens:
+            ours.with_graphs(graph_tokens)
+        for _ in range(3 if graph_tokens else 1):  # eager, then from graphs
+            request = Request(sequences, EmbedOptions())
+            for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
+                same(mine, theirs.future.result(0))
+            np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
+        graphs: Any = ours.runner.graphs._graphs.values()
+        assert bool(sum(graph.last.count for graph in graphs)) == bool(graph_tokens)
         for layers in ours.layers:
-            graphs: Any = layers._graphs._graphs.values()
-            assert bool(sum(graph.count for graph in graphs)) == from_graphs
+            theirs: Any = layers._graphs._graphs.values()
+            assert bool(sum(graph.count for graph in theirs)) == bool(graph_tokens)
+
+
+def test_a_pass_that_fails_in_a_later_stage_fails_alone(engines: Callable[[str, int], Engine]) -> None:
+    engine = engines("qwen3_lm", 2)
+    ours = InARing(engine, 40, 4096, from_graphs=False, fails=[2])
+    options = SamplingOptions(max_tokens=6, temperature=0.0)
+    (expected,) = engine.generate(prompts([5]), options)
+    failed = engine.new_stream(prompts([5])[0], options)
+    Passes(ours, 4096).run([failed])
+    with pytest.raises(BackendError, match="the second stage broke"):
+        failed.future.result(0)
+    (answer,) = ours.generate([engine.new_stream(prompts([5])[0], options)])
+    assert [token.id for token in answer.tokens] == [token.id for token in expected.tokens]
+    assert ours.ring.held[-1] == ours.runner._number
+
+
+def test_passes_of_a_ring_hear_of_its_end(engines: Callable[[str, int], Engine]) -> None:
+    ours, heard = InARing(engines("qwen3_lm", 2), 40, 4096, from_graphs=False), list[Any]()
+    runner: Any = ours.runner
+    runner.on_lost = heard.append
+    piece = Piece(np.array([3], np.int32), 0, (0,), Row(SamplingOptions(max_tokens=1)))
+    flight, lost = runner.launch([], pieces=[piece]), DeviceLost("stage 2 of 2 is lost")
+    ours.ring.end(lost)
+    for act in (flight.wait, lambda: runner.launch([], pieces=[piece])):
+        with pytest.raises(DeviceLost, match="stage 2 of 2 is lost"):
+            act()
+    assert heard == [lost]
 
 
 @pytest.mark.slow
@@ -197,7 +271,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Waits]:
 
     def spy_on_chosen(runner: CudaPipeline, laid: Any) -> None:
         chosen(runner, laid)
-        copied.append(runner._copied[-1][1])  # type: ignore[arg-type]
+        copied.append(runner._foreseen._events[-1][1])  # type: ignore[arg-type]
 
     monkeypatch.setattr(CudaPipeline, "_chosen", spy_on_chosen)
     return lambda: [None if event is None else copied.index(event) for event in waited]  # type: ignore[arg-type]

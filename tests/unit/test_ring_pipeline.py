@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from engine.errors import BackendError, DeviceLost
+from engine.run.arrivals import Arriving
 from engine.run.layers import Layers
 from engine.run.pack import BatchPacker
-from engine.run.ring import NOTHING, Kind, Message, Ring, text_in, with_text
+from engine.run.ring import NOTHING, Kind, Message, Received, Ring, text_in, with_text
 from engine.run.ring_pipeline import RingPipeline
 from engine.run.work import Work, read, written
 from engine.schedule.piece import Piece
@@ -30,7 +31,7 @@ class FakeRing:
         self.sent: list[Message] = []
         self._sent = Semaphore(0)
 
-    def start(self, on_message: Callable[[Message], None], on_end: Callable[[Any], None]) -> None:
+    def start(self, on_message: Callable[[Received], None], on_end: Callable[[Any], None]) -> None:
         self.arrive, self.end = on_message, on_end
 
     def send(self, message: Message) -> None:
@@ -79,14 +80,19 @@ def test_a_message_of_any_size_arrives(size: int, num_rows: int) -> None:
     sender._put = sent.append  # type: ignore[method-assign]
     receiver._take = lambda tensor: tensor.copy_(sent.pop(0))  # type: ignore[method-assign]
     receiver._device, receiver._dtype, receiver._hidden_size = CPU, torch.float32, 4
+    receiver._place, receiver._number, receiver.arrivals = receiver._new_place, 0, None
+    seen: list[tuple[Received, bool]] = []
+    receiver._on_message = lambda received: seen.append((received, bool(sent)))
     hidden = torch.randn(num_rows, 4) if num_rows else None
     sender._send(Message(Kind.PASS, np.arange(size, dtype=np.int32), hidden))
-    found = receiver._receive()
+    receiver._deliver(*receiver._receive())
     assert not sent
+    ((found, came_before),) = seen
     assert (found.kind, found.about.tolist()) == (Kind.PASS, list(range(size)))
+    assert came_before == (hidden is not None), "a message comes before its hidden states"
     assert (found.hidden is None) == (hidden is None)
     if hidden is not None and found.hidden is not None:
-        assert torch.equal(found.hidden, hidden)
+        assert torch.equal(found.hidden.wait(), hidden)
 
 
 def test_a_pass_arrives_as_it_was_sent() -> None:
@@ -105,8 +111,11 @@ def test_a_pass_that_fails_elsewhere_fails_alone() -> None:
     runner = pipeline(ring)
     flights = [runner.launch([ids(5, 6)]), runner.launch([ids(7)])]
     ring.wait_for(2)
-    ring.arrive(with_text(Kind.FAILED, "the second stage broke"))
-    ring.arrive(Message(Kind.PASS, NOTHING, torch.ones(1, 4)))
+    ring.arrive(Received(*with_text(Kind.FAILED, "the second stage broke")[:2]))
+    hidden = Arriving(torch.ones(1, 4), 2)
+    ring.arrive(Received(Kind.PASS, NOTHING, hidden))
+    assert not flights[1].done
+    hidden.end()
     with pytest.raises(BackendError, match="the second stage broke"):
         flights[0].wait()
     np.testing.assert_array_equal(flights[1].wait().vectors, np.ones((1, 4)))
