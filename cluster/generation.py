@@ -26,8 +26,8 @@ _STREAMS = 4
 # which the GPU starts kernels or waits for their ends; and the host's time for each step, and for each stream of a step.
 _LAYER_S = 16e-6
 _HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
-# The same for stages in processes of their own (loadtests/results/ring.md): for each hop, and for each stream of a pass.
-_HOP_S, _RING_STREAM_S = 1.5e-3, 35e-6
+# The time of a hop between processes that each have a stage (loadtests/results/ring.md), without the time on the network.
+_HOP_S = 300e-6
 # A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
 _NOT_HIDDEN = 0.3
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
@@ -154,7 +154,7 @@ def ring_pass_s(
     gbit_s: float | None,
 ) -> tuple[list[float], float, float]:
     """The seconds of each stage for a decode step of `rows` streams, the seconds to send its hidden states once, and the seconds
-    that the threads of all stages take: 0 for CPUs and for stages in one process.
+    that the threads of all stages take between them: 0 for CPUs and for stages in one process.
 
     Arguments as in `pipeline_decode_tokens_per_s`. The delay of the network's packets does not count.
     """
@@ -165,7 +165,7 @@ def ring_pass_s(
     ]
     if gbit_s is None:
         return steps_s, 0.0, 0.0
-    host_s = len(layers) * _HOP_S + rows * _RING_STREAM_S if nodes[0].cards else 0.0
+    host_s = len(layers) * _HOP_S + rows * _HOST_STREAM_S if nodes[0].cards else 0.0
     return steps_s, rows / sent_tokens_per_s(config, dtype, gbit_s), host_s
 
 

@@ -1,7 +1,7 @@
 """Hidden states that another process sends, and how a thread or a GPU waits for them.
 
-A CUDA stream waits until a number in the host's memory is large enough. So a stage queues its pass before the hidden states arrive,
-and no kernel occupies the GPU while it waits.
+A CUDA stream waits until a number in the host's memory is large enough. So a stage queues its pass before the hidden states
+arrive, and no kernel occupies the GPU while it waits.
 """
 
 import threading

@@ -81,7 +81,7 @@ class RingStreams(StreamRunner):
         self._begun: _Pass | None = None  # the last pass sent
         self.error: EngineStopped | None = None  # the reason why the ring has ended
         self.on_lost: Callable[[EngineStopped], None] | None = None  # called when a process is lost
-        ring.start(self._on_message, self._on_end, lambda num_rows: self._under_way[0].back)
+        ring.start(self._on_message, self._on_end, self._place)
 
     def launch(
         self,
@@ -131,6 +131,11 @@ class RingStreams(StreamRunner):
         assert self._ring.arrivals is not None, "the ring of a GPU counts arrivals"
         self._ring.arrivals.hold(self._stream, self._number)
 
+    def _place(self, num_rows: int) -> Tensor:
+        back = self._under_way[0].back
+        assert len(back) == num_rows, "passes come back in the order in which they were sent"
+        return back
+
     def _on_message(self, received: Received) -> None:
         returned = self._under_way.popleft()
         if received.hidden is None:
@@ -141,7 +146,7 @@ class RingStreams(StreamRunner):
         if error is not None and self.on_lost is not None:
             self.on_lost(error)
 
-    def _forward(self, batch: PackedBatch, pooled_only: bool) -> Tensor:  # noqa: ARG002
+    def _forward(self, batch: PackedBatch, pooled_only: bool) -> Tensor:
         """The hidden states that have come back: [B, C]; [T, C] if a prompt is scored."""
         assert batch.hidden is not None, "the ring gives hidden states"
         return batch.hidden
