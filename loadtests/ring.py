@@ -1,6 +1,6 @@
 """Measures a model on one GPU, and in two processes with a GPU each. On two nodes a network is between such processes.
 
-python -m loadtests.ring [MODEL]
+python -m loadtests.ring [MODEL ...]
 
 Each engine has a process of its own, one after the other. Needs two GPUs.
 """
@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -60,13 +61,15 @@ def in_a_process(folder: Path, is_ring: bool) -> dict[str, Any]:
     return found
 
 
-def main(name: str) -> None:
+def measured(name: str) -> list[dict[str, Any]]:
+    """The rows of one model."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
         save(MODELS[name], Path(path))
         alone, ring = (in_a_process(Path(path), is_ring) for is_ring in (False, True))
-    rows = [
+    return [
         {
             "model": name,
+            "layers": " + ".join(map(str, ring["layers"])),
             "streams": case,
             "one GPU, tokens/s": alone["rates"][case],
             "two processes, tokens/s": ring["rates"][case],
@@ -74,13 +77,17 @@ def main(name: str) -> None:
         }
         for case in alone["rates"]
     ]
+
+
+def main(names: Sequence[str]) -> None:
+    rows = [row for name in names for row in measured(name)]
     notes = [
-        f"random weights, bf16, a cache of {CACHE_TOKENS:,} tokens; stages of {' and '.join(map(str, ring['layers']))} layers",
+        f"random weights, bf16, a cache of {CACHE_TOKENS:,} tokens",
         f"{torch.cuda.device_count()} GPUs of one host; the processes exchange everything over gloo, through the host's memory",
         f"decode: prompts of {PROMPT} tokens; the difference between answers of {LONG} and of {SHORT} tokens",
         "whole run: as in loadtests.generate, greedy",
     ]
-    write("ring", f"python -m loadtests.ring {name}", {"Tokens/s": rows}, notes)
+    write("ring", f"python -m loadtests.ring {' '.join(names)}", {"Tokens/s": rows}, notes)
 
 
 if __name__ == "__main__":
@@ -89,4 +96,4 @@ if __name__ == "__main__":
     elif torch.cuda.device_count() < 2:
         sys.exit("this benchmark needs two GPUs")
     else:
-        main(sys.argv[1] if len(sys.argv) > 1 else "Qwen3-8B")
+        main(sys.argv[1:] or ["Qwen3-4B", "Qwen3-8B"])
