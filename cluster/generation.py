@@ -27,7 +27,7 @@ _STREAMS = 4
 _LAYER_S = 16e-6
 _HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
 # The time of a hop between processes that each have a stage (loadtests/results/ring.md), without the time on the network.
-_HOP_S = 300e-6
+_HOP_S = 400e-6
 # A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
 _NOT_HIDDEN = 0.3
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).

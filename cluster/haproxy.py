@@ -75,6 +75,10 @@ _MOST_CONNECTIONS = 16384
 # and others such as listeners. Ray's HAProxy does not start if its limit of open files is lower.
 _FILES_A_CONNECTION, _OTHER_FILES = 2.5, 500
 
+# Ray's default for RAY_SERVE_HAPROXY_LOG_TARGET. A line about each request to a port where usually nobody listens takes a quarter
+# of HAProxy's time (docs/decisions/064). Ray's metrics have a line of their own.
+_SYSLOG = re.compile(r"^    log 127\.0\.0\.1:514 .*\n", re.MULTILINE)
+
 # One address may have one part in this number of all connections. Further connections are closed at once.
 _PART_OF_AN_ADDRESS = 2
 
@@ -246,7 +250,7 @@ def with_ours(text: str, folder: Path | None = None) -> str:
             f"Ray {version('ray')} writes a file for HAProxy that emberforge does not support, without {unknown[0]}: install the "
             "version of Ray in emberforge's pyproject.toml"
         )
-    text = _ROUTES.sub(_NO_ROUTE, text)
+    text = _SYSLOG.sub("", _ROUTES.sub(_NO_ROUTE, text))
     text = _ERROR_FILES.sub("", text).replace(_AFTER, _AFTER + _ADDED + _OWN_ERRORS, 1)
     text = text.replace(
         _GRPC, _GRPC + _GRPC_TIMEOUT + _NO_LIST + _GRPC_HEADERS + _GRPC_ID + _DEADLINE + _default_application(text), 1

@@ -104,6 +104,15 @@ def test_an_ingress_process_gets_so_many_requests_and_its_stand_in_any(monkeypat
     assert not any("maxconn" in line or "429" in line for line in lines[grpc_first:])
 
 
+def test_requests_are_logged_only_where_the_operator_wants_them() -> None:
+    """Ray's default target is the port of syslog on this machine."""
+    metrics = "    log /tmp/m len 8192 format rfc5424 local1 debug\n"
+    for target, is_kept in (("127.0.0.1:514", False), ("/dev/log", True)):
+        text = with_ours(rendered({"log_target": target, "metrics_enabled": True}, metrics_socket_path="/tmp/m"))
+        assert (f"    log {target} local0 info\n" in text) == is_kept
+        assert metrics in text, "Ray counts requests by these lines"
+
+
 class SlowServer(ThreadingHTTPServer):
     """Answers when the test allows it, and reports each request."""
 
