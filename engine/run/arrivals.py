@@ -13,6 +13,7 @@ from torch import Tensor
 
 # The number has 32 bits. CUDA compares it modulo 2^32, so numbers may differ by less than 2^31.
 _WRAPS, _FAR = 1 << 32, 1 << 30
+_counts: list[Tensor] = []  # never freed: after the loss of a ring a GPU may still read one
 
 
 class Arriving:
@@ -49,6 +50,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._count = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        _counts.append(self._count)
         self._value = self._count.numpy().view(np.uint32)
         self._lock, self._ended = threading.Lock(), False
 

@@ -7,7 +7,8 @@ for example to load a kernel. The GPU may in turn wait for another process, whic
 import ctypes
 import errno
 from collections import deque
-from time import time
+from time import monotonic, time
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -16,10 +17,17 @@ from torch import Tensor
 _SEMAPHORE_BYTES = 32  # sizeof(sem_t) on 64-bit Linux
 _libc = ctypes.CDLL(None, use_errno=True)
 _SEM_POST = ctypes.cast(_libc.sem_post, ctypes.c_void_p).value
+_semaphores: list[ctypes.Array[ctypes.c_char]] = []  # never freed: after the loss of a ring a GPU may still post one
 
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _at(from_now_s: float) -> Any:
+    """A time of the system's clock, as an argument for the C library."""
+    at_s = time() + from_now_s
+    return ctypes.byref(_Timespec(int(at_s), int(at_s % 1 * 1e9)))
 
 
 class Leaving:
@@ -32,6 +40,7 @@ class Leaving:
         self._departures, self._block, self.rows = departures, block, block
         self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
         _libc.sem_init(self._semaphore, 0, 0)
+        _semaphores.append(self._semaphore)
 
     def fits(self, num_rows: int) -> bool:
         return num_rows <= len(self._block)
@@ -46,10 +55,10 @@ class Leaving:
 
     def wait(self, timeout_s: float) -> Tensor:
         """The hidden states [n, C], once they are on the host. Raises: TimeoutError."""
-        end_s = time() + timeout_s
-        end = _Timespec(int(end_s), int(end_s % 1 * 1e9))
-        while _libc.sem_timedwait(self._semaphore, ctypes.byref(end)):
-            if ctypes.get_errno() != errno.EINTR:
+        end_s = monotonic() + timeout_s
+        while _libc.sem_timedwait(self._semaphore, _at(end_s - monotonic())):
+            # The semaphore goes by the system's clock, which may be set meanwhile. A signal also ends the wait.
+            if ctypes.get_errno() != errno.EINTR and monotonic() >= end_s:
                 raise TimeoutError(f"a GPU has not computed its layers within {timeout_s:g} s")
         return self.rows
 
