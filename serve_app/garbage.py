@@ -2,14 +2,10 @@
 
 import ctypes
 import gc
-import threading
-from time import sleep
 
 # Python collects the youngest generation after this many new container objects. Python's default is 700. With some hundred
 # requests in flight, a few requests make 700 objects, and each collection walks through all requests (docs/decisions/026).
 _CONTAINERS = 50_000
-# The seconds between two collections of the young generations in a gateway, and the most new container objects for one.
-_COLLECT_EVERY_S, _FEW = 20.0, 20_000
 # glibc has heaps for up to 8 threads per core, and a freed body stays in its thread's heap. Its default threshold grows, so soon
 # the heaps hold bodies of up to 32 MiB. The heaps of a gateway kept 320 MiB of freed memory after 150,000 requests.
 _HEAPS = 2
@@ -20,22 +16,6 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
 def collect_seldom() -> None:
     """Makes Python collect cycles less often in this process. Objects outside of cycles are still freed at once."""
     gc.set_threshold(_CONTAINERS, *gc.get_threshold()[1:])
-
-
-def collect_by_time() -> None:
-    """Starts a thread that also collects cycles after a time, while few requests come.
-
-    A gateway makes cycles: gRPC's calls, and requests whose clients leave. Without this it keeps them for minutes, and its memory
-    goes up and down by 10 %. A process with a GPU must not call this function: a graph may be captured at that moment.
-    """
-    threading.Thread(target=_collect_for_ever, name="garbage", daemon=True).start()
-
-
-def _collect_for_ever() -> None:
-    while True:
-        sleep(_COLLECT_EVERY_S)
-        if gc.get_count()[0] < _FEW:  # with more objects the collection could stop the event loop for over 10 ms
-            gc.collect(1)
 
 
 def spare_what_stays() -> None:

@@ -13,7 +13,7 @@ from cluster.listening import keep_private, limit_messages
 from cluster.router import is_deaf
 from cluster.updates import ask_controller, keep_listening
 from serve_app.deployment import deployment_options
-from serve_app.garbage import collect_by_time, collect_seldom, keep_little, spare_what_stays
+from serve_app.garbage import collect_seldom, keep_little, spare_what_stays
 from serve_app.gateway.config import GatewayArgs
 from serve_app.gateway.facts import Facts, read_facts
 from serve_app.gateway.models import PooledModels
@@ -46,7 +46,6 @@ class Gateway(TeiServicer):
         super().__init__(self._api.service)
         publish(metrics)
         spare_what_stays()
-        collect_by_time()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._api.app

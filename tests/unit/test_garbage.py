@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from time import sleep
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import pytest
@@ -31,7 +30,6 @@ from engine.run.flight import Finished, Output
 from engine.schedule.request import Request
 from engine.schedule.stream import Stream
 from engine.text.tokenizer import Tokenizer
-from serve_app import garbage
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.compute.generation import Generation, Wanted
 from serve_app.errors import DeadlineExceeded
@@ -314,31 +312,3 @@ def test_collections_skip_what_was_loaded() -> None:
     spare_what_stays()
     assert gc.get_freeze_count() > before
     assert not any(each is loaded for each in gc.get_objects())
-
-
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_a_quiet_gateway_keeps_no_cycles(monkeypatch: pytest.MonkeyPatch, is_busy: bool) -> None:
-    """A busy one waits for Python's own collections."""
-
-    class Cycle:
-        def __init__(self) -> None:
-            self.itself = self
-
-    class Ended(Exception): ...
-
-    times = iter([None])
-
-    def sleep(seconds: float) -> None:
-        if next(times, Ended) is Ended:
-            raise Ended
-
-    monkeypatch.setattr(garbage, "sleep", sleep)
-    monkeypatch.setattr(garbage, "_FEW", 0 if is_busy else 1 << 30)
-    gc.disable()
-    try:
-        kept = ref(Cycle())
-        with pytest.raises(Ended):
-            garbage._collect_for_ever()
-        assert (kept() is not None) == is_busy
-    finally:
-        gc.enable()
