@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,10 +68,16 @@ def test_the_written_config_is_the_same_server(tmp_path: Path, short: Path, envi
         assert [len(vector) for vector in answer.json()] == [384, 384]
     finally:
         ours = [*head.children(recursive=True), head]
-        for process in ours:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(ours, timeout=10)
+        kill(ours)
+        # A HAProxy that has just been started may be no child of the head any more. Its arguments name the folder.
+        kill([process for process in psutil.process_iter(["cmdline"]) if str(short) in " ".join(process.info["cmdline"] or ())])
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
 
 
 def wait_for_http(url: str, environment: dict[str, str]) -> None:
