@@ -17,7 +17,7 @@ _counts: list[Tensor] = []  # never freed: after the loss of a ring a GPU may st
 
 
 class Arriving:
-    """Hidden states whose message has come. They follow."""
+    """Hidden states that a message has announced. They are still on the way."""
 
     __slots__ = ("_error", "_is_here", "number", "rows")
 

@@ -68,7 +68,7 @@ class Leaving:
 
 
 class Departures:
-    """The memory for hidden states that leave one GPU. It is never freed, because that would call CUDA, too."""
+    """The memory for hidden states that leave one GPU. The sending thread never frees it, because that would call CUDA."""
 
     def __init__(self, device: torch.device, hidden_size: int, dtype: torch.dtype) -> None:
         self.idle: deque[Leaving] = deque()

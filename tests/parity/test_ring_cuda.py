@@ -1,25 +1,19 @@
 """A model in two processes on GPUs gives the tokens and vectors of one GPU. A process that dies ends the engine."""
 
-import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event
-from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_pipeline_cuda import GREEDY, KINDS, LENGTHS, check_under_load, ids
+from test_ring_processes import check_a_fault
 from tiny_generators import assert_likely, folder_without_pooling, prompts
 
 from engine import Engine
-from engine.errors import DeviceLost, EngineStopped
-from engine.loop import EngineLoop
-from engine.options import SamplingOptions
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.ring_pipeline import RingPipeline
 from engine.run.ring_streams import RingStreams
@@ -84,19 +78,4 @@ def test_a_process_that_dies_ends_the_engine(tiny: Callable[..., Path], tmp_path
     folder = of_kind(tiny, tmp_path, "qwen3")
     with spawned(LATER) as later:
         engine = Engine.load(folder, dtype="bfloat16", device="cuda:0", cache_tokens=200 * PAGE_SIZE, later=later)
-        loop = EngineLoop(engine, engine.max_batch_tokens)
-        streams = [engine.new_stream(prompt, SamplingOptions(max_tokens=1500, temperature=0.0)) for prompt in prompts([9] * 6)]
-        began = Event()
-        streams[0].on_token = lambda _: began.set()
-        loop.submit(streams)
-        assert began.wait(60)
-        start = monotonic()
-        os.kill(later[0].pid.result(), signal.SIGKILL)
-        wait([stream.future for stream in streams], timeout=60)
-        seconds = monotonic() - start
-        errors = [stream.future.exception(0) for stream in streams]
-        assert all(isinstance(error, EngineStopped) for error in errors), errors
-        assert any(isinstance(error, DeviceLost) and "is lost" in str(error) for error in errors), errors
-        assert seconds < 5.0
-        loop.stop()
-        engine.close()
+        check_a_fault(engine, later[0], 1500, signal.SIGKILL, 5.0)

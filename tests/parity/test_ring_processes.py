@@ -22,7 +22,7 @@ from engine.run.ring import SILENT_S
 from engine.run.ring_pipeline import RingPipeline
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Token
-from loadtests.later_stages import spawned
+from loadtests.later_stages import SpawnedStage, spawned
 
 pytestmark = pytest.mark.slow
 
@@ -130,6 +130,32 @@ def test_streams_that_give_up_their_pages_go_on(folder: Path, alone: Engine, mon
 SLOW = pytest.mark.skipif("EMBERFORGE_TEST_NODES" not in os.environ, reason="takes half a minute: make test-nodes")
 
 
+def check_a_fault(engine: Engine, later: SpawnedStage, max_tokens: int, fault: signal.Signals, most_s: float) -> None:
+    """Sends a signal to a later stage while 6 streams run. Every stream gets an error within `most_s`. Ends the engine."""
+    loop = EngineLoop(engine, engine.max_batch_tokens)
+    options = SamplingOptions(max_tokens=max_tokens, temperature=0.0)
+    streams = [engine.new_stream(prompt, options) for prompt in prompts([9] * 6)]
+    began = Event()
+    streams[0].on_token = lambda _: began.set()
+    loop.submit(streams)
+    assert began.wait(60)
+    pid = later.pid.result()
+    start = monotonic()
+    os.kill(pid, fault)
+    wait([stream.future for stream in streams], timeout=60)
+    seconds = monotonic() - start
+    if fault == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
+    errors = [stream.future.exception(0) for stream in streams]
+    assert all(isinstance(error, EngineStopped) for error in errors), errors
+    assert any(isinstance(error, DeviceLost) and "is lost" in str(error) for error in errors), errors
+    assert seconds < most_s
+    with pytest.raises(EngineStopped):
+        loop.submit([engine.new_stream([5], GREEDY)])
+    loop.stop()
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("fault", "most_s"),
     [
@@ -141,27 +167,7 @@ def test_a_stage_that_dies_or_falls_silent_ends_the_engine(folder: Path, fault: 
     """The second of three stages fails. Every stream gets an error, and the other stages end."""
     with spawned("cpu", "cpu") as later:
         engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=4096, later=later)
-        loop = EngineLoop(engine, engine.max_batch_tokens)
-        streams = [engine.new_stream(prompt, SamplingOptions(max_tokens=400, temperature=0.0)) for prompt in prompts([9] * 6)]
-        began = Event()
-        streams[0].on_token = lambda _: began.set()
-        loop.submit(streams)
-        assert began.wait(60)
-        pid = later[0].pid.result()
-        start = monotonic()
-        os.kill(pid, fault)
-        wait([stream.future for stream in streams], timeout=60)
-        seconds = monotonic() - start
-        if fault == signal.SIGSTOP:
-            os.kill(pid, signal.SIGCONT)
-        errors = [stream.future.exception(0) for stream in streams]
-        assert all(isinstance(error, EngineStopped) for error in errors), errors
-        assert any(isinstance(error, DeviceLost) and "is lost" in str(error) for error in errors), errors
-        assert seconds < most_s
-        with pytest.raises(EngineStopped):
-            loop.submit([engine.new_stream([5], GREEDY)])
-        loop.stop()
-        engine.close()
+        check_a_fault(engine, later[0], 400, fault, most_s)
         for each in later:
             assert each.running is not None
             assert each.running.exception(SILENT_S + 10) is not None

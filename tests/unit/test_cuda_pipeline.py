@@ -90,6 +90,19 @@ def engines(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
     return make
 
 
+def check_same(ours: Staged, alone: Engine, graph_tokens: int, plain: Sequence[Any], embedded: Request) -> None:
+    """Compares tokens and vectors with those of one device: of eager passes, and with `graph_tokens` also of graphs."""
+    if graph_tokens:
+        ours.with_graphs(graph_tokens)
+    for _ in range(3 if graph_tokens else 1):  # eager, then from graphs
+        request = Request(embedded.sequences, EmbedOptions())
+        for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
+            same(mine, theirs.future.result(0))
+        np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
+    graphs: Any = ours.runner.graphs._graphs.values()
+    assert bool(sum(graph.last.count for graph in graphs)) == bool(graph_tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm"])  # stages do not depend on the family; one of these has windows
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -103,15 +116,8 @@ def test_streams_get_the_tokens_that_one_device_gives(engines: Callable[[str, in
         (40, 4096, 0, False), (40, 50, 0, True), (7, 60, 0, False), (40, 4096, 4096, True), (7, 70, 512, False),
     ):  # fmt: skip
         ours = Staged(engine, num_pages, budget, unlike)
-        if graph_tokens:
-            ours.with_graphs(graph_tokens)
-        for _ in range(3 if graph_tokens else 1):  # eager, then from graphs
-            request = Request(sequences, EmbedOptions())
-            for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
-                same(mine, theirs.future.result(0))
-            np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
+        check_same(ours, alone, graph_tokens, plain, embedded)
         graphs: Any = ours.runner.graphs._graphs.values()
-        assert bool(sum(graph.last.count for graph in graphs)) == bool(graph_tokens)
         assert all(len({each.count for each in (*graph.earlier, graph.last)}) == 1 for graph in graphs)
 
 
@@ -195,15 +201,7 @@ def test_stages_of_a_ring_give_the_tokens_of_one_device(
     Passes(alone, 4096).run([*plain, embedded])
     for budget in (4096, 50):
         ours = InARing(engine, 40, budget, from_graphs=bool(graph_tokens))
-        if graph_tokens:
-            ours.with_graphs(graph_tokens)
-        for _ in range(3 if graph_tokens else 1):  # eager, then from graphs
-            request = Request(sequences, EmbedOptions())
-            for mine, theirs in zip(ours.generate(streams_of(alone, MIXED), [request]), plain, strict=True):
-                same(mine, theirs.future.result(0))
-            np.testing.assert_allclose(request.future.result(0).vectors, embedded.future.result(0).vectors, atol=1e-5)
-        graphs: Any = ours.runner.graphs._graphs.values()
-        assert bool(sum(graph.last.count for graph in graphs)) == bool(graph_tokens)
+        check_same(ours, alone, graph_tokens, plain, embedded)
         for layers in ours.layers:
             theirs: Any = layers._graphs._graphs.values()
             assert bool(sum(graph.count for graph in theirs)) == bool(graph_tokens)
