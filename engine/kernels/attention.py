@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention_hopper import attention_hopper
-from engine.kernels.launch import Kernel, half
+from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 from engine.kernels.tiles import HopperShape, Shape, TileShape
 
 NO_LIMIT = 1 << 29  # the reach of a window without a limit, in tokens
@@ -82,7 +82,10 @@ def launch_attention(
     paged = pages is not None
     prefix = tiles.shape[1] == 4 and not paged
     group, e4m3 = heads // k.shape[1], out.itemsize == 1
-    kernel = _kernel(head_dim, group, shape, bias is not None, prefix, paged, q.dtype, q.device, e4m3, scales is not None)
+    flags = bias is not None, prefix, paged, q.dtype, q.device, e4m3, scales is not None
+    # A graph's batch has many tiles that do nothing, so blocks are counted as if the tokens filled their tiles.
+    blocks = k.shape[1] * -(-len(q) // (shape.block_m // group))
+    kernel = _kernel(head_dim, group, shape, *flags, alone=blocks <= num_sms(q.device))
     for some in (tiles,) if len(tiles) <= _MOST_TILES else torch.split(tiles, _MOST_TILES):
         kernel(
             (k.shape[1], len(some)),
@@ -117,9 +120,14 @@ def _kernel(
     device: torch.device,
     e4m3: bool,
     in_8_bits: bool,
+    alone: bool,
 ) -> Kernel:
+    """`alone`: no two blocks share a multiprocessor. Otherwise some would, while other multiprocessors are idle."""
+    shared = shape.shared_bytes(head_dim)
+    if alone:
+        shared = max(shared, shared_bytes_of(device) // 2 + 1024)  # more than half of a multiprocessor's
     defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3, paged, in_8_bits)
-    return Kernel("attention", "attention", defines, device, shape.threads, shape.shared_bytes(head_dim))
+    return Kernel("attention", "attention", defines, device, shape.threads, shared)
 
 
 def attention_defines(

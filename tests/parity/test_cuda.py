@@ -332,8 +332,8 @@ def test_options_are_each_sequences_own(engine: Engine) -> None:
     batch = sequences([9, 9, 9])
     whole = engine.launch([batch[0]] * 3, [EmbedOptions(False), EmbedOptions(True, 8), EmbedOptions(False, 8)]).wait().vectors
     plain = engine.launch([batch[0]], [EmbedOptions(normalize=False)]).wait().vectors[0]
-    np.testing.assert_allclose(whole[0], plain, rtol=0.02, atol=0.02)
-    np.testing.assert_allclose(whole[2, :8], plain[:8], rtol=0.02, atol=0.02)
+    assert_near(whole[0], plain)  # not equal: another number of rows goes through another kernel
+    assert_near(whole[2, :8], plain[:8])
     np.testing.assert_allclose(np.linalg.norm(whole[1]), 1, rtol=1e-5)
     assert not whole[1:, 8:].any()
 
