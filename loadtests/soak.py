@@ -35,6 +35,7 @@ _SETTLED_MINUTES = 10  # memory may grow until then: caches fill, allocators lea
 _WINDOW_MINUTES = 10  # memory goes up and down with the load, so its growth is measured by the median of these minutes
 _FLAT = 1.03
 _WARM_S = 20.0  # seconds of load before the first count of an idle server's resources
+_MOST_CLIENTS = 64  # at a time
 _MOST_TEXTS, _LONGEST = 32, 250  # the default of `max_client_batch_size`; words, nearly MiniLM's longest input
 _JSON = (("content-type", b"application/json"),)
 _WORDS = [
@@ -72,7 +73,7 @@ class Clients:
         self._rubbish = cases(seed, site, document, models)
         self._channel = grpc.aio.insecure_channel(f"{site.host}:{site.grpc_port}")
 
-    async def run(self, rate: float, number: int, most: int = 64) -> None:
+    async def run(self, rate: float, number: int, most: int = _MOST_CLIENTS) -> None:
         """Runs `number` clients that begin at random moments, at most `most` at a time."""
         running: set[asyncio.Task[None]] = set()
         for _ in range(number):
@@ -86,10 +87,10 @@ class Clients:
         await asyncio.gather(*running)
 
     async def send_largest(self) -> None:
-        """Sends the largest bodies of the routes, eight of a route at once. Then each process has needed its most memory.
+        """Sends the largest bodies of the routes, as many at once as there are clients. Then each process has needed its most memory.
 
-        Allocators keep the memory of the largest request. Without these bodies it would come at a random minute, and its
-        memory would look like a leak.
+        Allocators keep the memory of the most and the largest requests. Without these bodies they would come at a random minute,
+        and their memory would look like a leak.
         """
         texts = [" ".join(self._random.choices(_WORDS, k=_LONGEST)) for _ in range(_MOST_TEXTS)]
         for path, model, fields in (
@@ -100,7 +101,7 @@ class Clients:
             *(("/rerank", model, {"query": texts[0], "texts": texts}) for model in self._rerankers),
         ):
             case = replace(self._post(path, fields | {"model": model}), has_deadline=True, waits_s=120.0)
-            await asyncio.gather(*(self._send(case) for _ in range(8)))
+            await asyncio.gather(*(self._send(case) for _ in range(_MOST_CLIENTS)))
 
     async def close(self) -> None:
         await self._channel.close()

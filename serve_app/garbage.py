@@ -11,6 +11,8 @@ _CONTAINERS = 50_000
 _HEAPS = 2
 _FROM_THE_SYSTEM = 256 * 1024  # bytes: larger blocks use mmap, and go back to the system when they are freed
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h
+# `tidy` walks through the objects of all requests in flight, so it is called only while there are not more requests.
+FEW_REQUESTS = 32
 
 
 def collect_seldom() -> None:
@@ -36,3 +38,14 @@ def keep_little() -> None:
     if mallopt is not None:  # only glibc has these options
         mallopt(_M_ARENA_MAX, _HEAPS)
         mallopt(_M_MMAP_THRESHOLD, _FROM_THE_SYSTEM)
+
+
+def tidy() -> None:
+    """Frees cycles, and returns free memory between blocks in use to the system. Takes 3 to 8 ms in a gateway.
+
+    Only for a process that has called `spare_what_stays` and `keep_little`.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # only glibc has it
+        trim(0)

@@ -13,7 +13,7 @@ from cluster.listening import keep_private, limit_messages
 from cluster.router import is_deaf
 from cluster.updates import ask_controller, keep_listening
 from serve_app.deployment import deployment_options
-from serve_app.garbage import collect_seldom, keep_little, spare_what_stays
+from serve_app.garbage import FEW_REQUESTS, collect_seldom, keep_little, spare_what_stays, tidy
 from serve_app.gateway.config import GatewayArgs
 from serve_app.gateway.facts import Facts, read_facts
 from serve_app.gateway.models import PooledModels
@@ -39,7 +39,7 @@ class Gateway(TeiServicer):
         keep_listening()
         limit_messages(args.settings.payload_limit)
         self._models = PooledModels(args, facts)
-        metrics = Metrics("gateway")
+        self._metrics = metrics = Metrics("gateway")
         self._models.show_in(metrics)
         self._api = Api(self._models, args.settings, metrics, in_serve=True, sharing=args.gateways)
         answer_directly(self._api.app)
@@ -51,10 +51,13 @@ class Gateway(TeiServicer):
         return self._api.app
 
     async def check_health(self) -> None:
-        """Connects to new pools, restores Serve's updates, and reports the counts of trials. Serve calls this every few seconds.
+        """Connects to new pools, restores Serve's updates, reports the counts of trials, and returns unused memory.
 
-        It never raises, because a new gateway would find the same pools as this one. `/health` tells whether there are any.
+        Serve calls this every few seconds. It never raises, because a new gateway would find the same pools as this one. `/health`
+        tells whether there are any.
         """
+        if self._metrics.num_in_flight <= FEW_REQUESTS:
+            tidy()
         await self._models.connect()
         if is_deaf(monotonic()):
             log.warning("no replica reports; testing the connection to Ray Serve's controller")

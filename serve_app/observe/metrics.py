@@ -164,6 +164,11 @@ class Metrics:
         self.proposed_tokens.inc(report.num_proposed)
         self.accepted_tokens.inc(report.num_accepted)
 
+    @property
+    def num_in_flight(self) -> int:
+        """The number of requests that are being answered."""
+        return int(_value(self.in_flight))
+
     def totals(self, routes: Collection[str]) -> dict[str, Any]:
         """The counts since the start of the process, for the console. Requests and their seconds count only `routes`."""
         requests = Tally[str]()
@@ -177,7 +182,7 @@ class Metrics:
             "cancelled": int(_value(self.cancelled)),
             "inputs": int(_value(self.inputs)),
             "generated_tokens": int(_value(self.generated_tokens)),
-            "in_flight": int(_value(self.in_flight)),
+            "in_flight": self.num_in_flight,
             "bounds_s": _SECONDS,
             "request_seconds": _so_far(of_routes),
             "first_token_seconds": _so_far(_samples(self.first_token_seconds, "_bucket")),

@@ -7,6 +7,7 @@ the request's body.
 import asyncio
 import gc
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from time import sleep
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from fake_generator import FakeGenerator
 from fake_models import FakeBackend, FakeModel
@@ -33,7 +35,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.compute.generation import Generation, Wanted
 from serve_app.errors import DeadlineExceeded
-from serve_app.garbage import spare_what_stays
+from serve_app.garbage import spare_what_stays, tidy
 from serve_app.gateway.outbox import Outbox, next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall
 from serve_app.http.app import Api
@@ -312,3 +314,18 @@ def test_collections_skip_what_was_loaded() -> None:
     spare_what_stays()
     assert gc.get_freeze_count() > before
     assert not any(each is loaded for each in gc.get_objects())
+
+
+def test_what_is_free_goes_back_to_the_system() -> None:
+    class Own:
+        pass
+
+    cycle = Own()
+    cycle.itself = cycle  # type: ignore[attr-defined]
+    left = weakref.ref(cycle)
+    blocks = [b"x" * 60_000 for _ in range(2_000)]
+    del cycle, blocks[::2]
+    before = psutil.Process().memory_info().rss
+    tidy()
+    assert left() is None
+    assert before - psutil.Process().memory_info().rss > 40e6, "the free blocks are between blocks in use"
