@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import resource
 import socket
+import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -21,10 +22,9 @@ from time import perf_counter, sleep
 from typing import Any
 
 from cluster.local_ray import free_port
-from engine.model_id import EMBEDDED_MODEL
 from loadtests.client import Connection, bodies
 from loadtests.report import write
-from loadtests.servers import running
+from loadtests.servers import serving
 from loadtests.traces import percentile, short_texts
 
 ATTACKER = "127.0.0.9"
@@ -170,7 +170,7 @@ def _is_over(answer: Pipe, end: float) -> bool:
 def main() -> None:
     rows = []
     port = free_port()
-    with running("serve", port, BENCH_MODEL=EMBEDDED_MODEL):
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "said", "--port", str(port)):
         for name, num_sockets, sent in ATTACKS:
             for phase, client in phases(sent).items():
                 ours, theirs = multiprocessing.Pipe()

@@ -5,8 +5,8 @@ A pass has room for a number of tokens. Interactive requests fill a pass first, 
 requests of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a
 quarter of a pass of each other owner, even if they have sent much more. Without API keys all requests have one owner.
 
-A request's first turn comes before later turns of its owner's other requests. So a short request waits for one pass or two, not
-for a turn of each large request in the queue. Later turns get a quarter of the tokens while first turns wait.
+A short request, which fits into one turn, comes before its owner's large requests. So it waits for one pass or two, not for a turn
+of each large request in the queue. Large requests get a quarter of the tokens while short ones wait.
 
 If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
 """
@@ -25,7 +25,7 @@ from engine.schedule.request import Slice, Waiting
 
 # If no batch request was scheduled for this long, batch requests go first for one pass.
 BATCH_WAITS_S = 10.0
-# The share of an owner, or of a request, in each round: a pass divided by this number. While first turns wait, later turns get
+# The share of an owner, or of a request, in each round: a pass divided by this number. While short requests wait, large ones get
 # the same share of their owner's tokens.
 SHARE = 4
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
@@ -121,27 +121,27 @@ class _Line:
     """The requests of one owner. Each deque is in the order of `Waiting.turn`: the longest waiting request comes first."""
 
     owner: str
-    fresh: deque[Waiting] = field(default_factory=deque)  # requests whose first turn has not ended
+    short: deque[Waiting] = field(default_factory=deque)  # short and preempted requests whose first turn has not ended
     requests: deque[Waiting] = field(default_factory=deque)  # all other requests
-    overtaken: int = 0  # tokens of `fresh` that overtook `requests`, minus `SHARE - 1` for each token that `requests` has taken
-    first_turns: int = 0  # tokens that `fresh` takes in first turns
+    overtaken: int = 0  # tokens of `short` that overtook `requests`, minus `SHARE - 1` for each token that `requests` has taken
+    first_turns: int = 0  # tokens that `short` takes in first turns
     num_tokens: int = 0
     num_requests: int = 0
     credit: int = 0  # tokens that the owner may still take in this round; unused while there is one line
 
     def __iter__(self) -> Iterator[Waiting]:
-        yield from self.fresh
+        yield from self.short
         yield from self.requests
 
     def next(self, most_overtaken: int) -> deque[Waiting] | None:
         """The deque whose front request is served next. None if nothing waits. Removes requests that are over at the fronts."""
-        for each in (self.fresh, self.requests):
+        for each in (self.short, self.requests):
             while each and not each[0].waiting_tokens:
                 each.popleft()
-        if not (self.fresh and self.requests):
-            return self.fresh or self.requests or None
-        overtakes = self.fresh[0].turn > self.requests[0].turn
-        return self.requests if overtakes and self.overtaken >= most_overtaken else self.fresh
+        if not (self.short and self.requests):
+            return self.short or self.requests or None
+        overtakes = self.short[0].turn > self.requests[0].turn
+        return self.requests if overtakes and self.overtaken >= most_overtaken else self.short
 
     def took(self, served: deque[Waiting], num_tokens: int) -> None:
         """Count tokens that a pass takes of the front request of `served`."""
@@ -165,7 +165,7 @@ class _Line:
 
     def drop_over(self) -> None:
         """Remove all requests that are over."""
-        for each in (self.fresh, self.requests):
+        for each in (self.short, self.requests):
             waiting = [request for request in each if request.waiting_tokens]
             each.clear()
             each.extend(waiting)
@@ -189,17 +189,16 @@ class _Priority:
             line = self._lines[request.owner] = _Line(request.owner)
             (self._order.appendleft if first else self._order.append)(line)
         request.waiting_tokens = request.num_tokens
-        line.set_first_turn(request, min(request.waiting_tokens, self.quantum))
         line.num_tokens += request.waiting_tokens
         self.num_tokens += request.waiting_tokens
         self.num_inputs += request.num_inputs
         self._count_requests(line, 1)
-        if first:
-            request.turn = 0
-            line.fresh.appendleft(request)
+        request.turn = 0 if first else self._new_turn()
+        if first or request.waiting_tokens <= self.quantum:
+            line.set_first_turn(request, min(request.waiting_tokens, self.quantum))
+            (line.short.appendleft if first else line.short.append)(request)
         else:
-            request.turn = self._new_turn()
-            line.fresh.append(request)
+            line.requests.append(request)
 
     def _new_turn(self) -> int:
         self._num_turns += 1
@@ -212,7 +211,7 @@ class _Priority:
             self.num_inputs -= request.num_inputs
             self._count(line, request, request.waiting_tokens)
             self._count_requests(line, -1)
-            over = len(line.fresh) + len(line.requests) - line.num_requests
+            over = len(line.short) + len(line.requests) - line.num_requests
             if over > max(_MOST_OVER, line.num_requests):
                 line.drop_over()
 
@@ -250,7 +249,7 @@ class _Priority:
             saved = request.prepare(may_take_pages=not held)
             if saved is None:
                 held.append((line, served, served.popleft()))
-                if not (line.fresh or line.requests):
+                if not (line.short or line.requests):
                     self._order.popleft()
                 continue
             self._count(line, request, saved)
@@ -278,7 +277,7 @@ class _Priority:
         part = request.next_slice(tokens, alone=not slices)
         if part is None:
             if served is line.requests:
-                line.overtaken = self._most_overtaken  # so this request goes first in the next pass, before `fresh` fills it
+                line.overtaken = self._most_overtaken  # so this request goes first in the next pass, before `short` fills it
             return room, False
         slices.append(part)
         length = part.stop - part.start

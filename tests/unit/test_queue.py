@@ -137,21 +137,26 @@ def test_a_short_request_waits_for_a_share_of_each_request_before_it(sizes: list
 
 
 @given(st.integers(1, 50), st.lists(st.integers(1, 20), min_size=1, max_size=30))
-def test_a_long_sequence_waits_for_one_pass_at_most(budget: int, later: list[int]) -> None:
-    """Short sequences that keep arriving never overtake the long sequence."""
+def test_a_long_sequence_waits_for_three_quarters_of_a_pass_at_most(budget: int, later: list[int]) -> None:
+    """Short sequences that keep arriving overtake the long sequence for their part of one pass, and no longer."""
     long = request([1000])
     queue = filled([request([1]), long], budget)
-    first = queue.schedule(0.0)
-    for size in later:
-        queue.add(request([size]))
-    assert long in [part.request for part in first] or [part.request for part in queue.schedule(0.0)] == [long]
+    queue.schedule(0.0)
+    overtook = 0
+    while not long.is_scheduled:
+        for size in later:
+            queue.add(request([size]))
+        slices = queue.schedule(0.0)
+        overtook += 0 if long.is_scheduled else tokens(slices)
+    assert overtook <= 3 * queue.interactive.quantum + max(*later, budget)  # the last pass may be larger than what is left
 
 
+@pytest.mark.parametrize("num_passes", [0, 3])
 @pytest.mark.parametrize("num_large", [1, 28, 200])
-def test_a_short_request_goes_past_large_ones_that_had_their_first_turn(num_large: int) -> None:
+def test_a_short_request_goes_past_large_ones(num_large: int, num_passes: int) -> None:
     """The next pass computes the short request, however many large ones wait. At most 16 short ones arrive for each pass."""
     queue = filled([request([8] * 2048) for _ in range(num_large)], 256)
-    for _ in range(num_large // 4 + 1):  # until each has had its first turn
+    for _ in range(num_passes):
         queue.schedule(0.0)
     for _ in range(20):
         short = [request([8]) for _ in range(16)]
@@ -162,12 +167,9 @@ def test_a_short_request_goes_past_large_ones_that_had_their_first_turn(num_larg
         assert tokens(slices) == 256
 
 
-def test_large_requests_that_had_their_first_turn_are_not_foreseen_before_a_short_one() -> None:
+def test_large_requests_are_not_foreseen_before_a_short_one() -> None:
     """At most two passes of 64 tokens are ahead. 28 shares would be seven passes."""
     queue = filled([request([8] * 2048) for _ in range(28)], 64)
-    assert queue.tokens_ahead(request([8])) >= 28 * queue.interactive.quantum
-    for _ in range(7):
-        queue.schedule(0.0)
     assert queue.tokens_ahead(request([8])) <= 2 * 64
     assert queue.tokens_ahead(request([8] * 100)) >= 28 * queue.interactive.quantum  # large itself, so it has later turns
 
@@ -184,7 +186,7 @@ def test_tokens_of_first_turns_are_those_of_requests_that_wait_for_them(
         if leaves:
             each.future.cancel()
     for line in queue.interactive._lines.values():
-        assert line.first_turns == sum(each.first_turn for each in line.fresh if each.waiting_tokens)
+        assert line.first_turns == sum(each.first_turn for each in line.short if each.waiting_tokens)
         assert not any(each.first_turn for each in line.requests)
 
 
