@@ -84,11 +84,14 @@ def _without_duplicates(
     """
     if len(sequences) < 2 or len({ids.tobytes() for ids in sequences}) == len(sequences):
         return sequences, options, None
-    row_of: dict[tuple[bytes, EmbedOptions], int] = {}
+    # Equal options have one number. Most sequences of a pass share one object, and its hash takes longer than its id.
+    numbers: dict[EmbedOptions, int] = {}
+    number_of = {key: numbers.setdefault(each, len(numbers)) for key, each in {id(each): each for each in options}.items()}
+    row_of: dict[tuple[bytes, int], int] = {}
     kept: list[int] = []
     rows: list[int] = []
     for index, (ids, each) in enumerate(zip(sequences, options, strict=True)):
-        rows.append(row_of.setdefault((ids.tobytes(), each), len(kept)))
+        rows.append(row_of.setdefault((ids.tobytes(), number_of[id(each)]), len(kept)))
         if rows[-1] == len(kept):
             kept.append(index)
     if len(kept) == len(sequences):

@@ -87,10 +87,10 @@ class Clients:
         await asyncio.gather(*running)
 
     async def send_largest(self) -> None:
-        """Sends the largest bodies of the routes, as many at once as there are clients. Then each process has needed its most memory.
+        """Sends the largest bodies of the routes, as many at once as there are clients.
 
-        Allocators keep the memory of the most and the largest requests. Without these bodies they would come at a random minute,
-        and their memory would look like a leak.
+        Then each process has needed its most memory. Allocators keep the memory of the most and the largest requests. Without
+        these bodies they would come at a random minute, and their memory would look like a leak.
         """
         texts = [" ".join(self._random.choices(_WORDS, k=_LONGEST)) for _ in range(_MOST_TEXTS)]
         for path, model, fields in (

@@ -5,8 +5,8 @@ A pass has room for a number of tokens. Interactive requests fill a pass first, 
 requests of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a
 quarter of a pass of each other owner, even if they have sent much more. Without API keys all requests have one owner.
 
-A short request, which fits into one turn, comes before its owner's large requests. So it waits for one pass or two, not for a turn
-of each large request in the queue. Large requests get a quarter of the tokens while short ones wait.
+A short request, which fits into one turn, comes before its owner's large requests. So it waits for one pass or two, not for a
+turn of each large request in the queue. Large requests get a quarter of the tokens while short ones wait.
 
 If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
 """
@@ -253,7 +253,7 @@ class _Priority:
                     self._order.popleft()
                 continue
             self._count(line, request, saved)
-            room, fits = self._take_slice(line, served, slices, room, now)
+            room, fits = self._take_slices(line, served, slices, room, now)
         if held:
             for line, served, request in reversed(held):
                 served.appendleft(request)
@@ -267,20 +267,26 @@ class _Priority:
             member.credit += self.quantum
         return member.credit > 0
 
-    def _take_slice(
+    def _take_slices(
         self, line: _Line, served: deque[Waiting], slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
-        """Add the next slice of the front request of `served`. Returns the room left, and False if the slice does not fit."""
-        tokens, seqs = room
+        """Add the next slices of the front request of `served`, up to the end of its turn.
+
+        Returns: the room left, and False if not even one slice fits.
+        """
         request = served[0]
-        inputs = request.num_inputs
-        part = request.next_slice(tokens, alone=not slices)
-        if part is None:
+        inputs, most = request.num_inputs, request.credit
+        if len(self._order) > 1:
+            most = min(most, line.credit)
+        if line.short and line.requests:
+            most = 0  # one slice, because it may be the turn of the other deque then
+        parts = request.next_slices(room, alone=not slices, most=most)
+        if not parts:
             if served is line.requests:
                 line.overtaken = self._most_overtaken  # so this request goes first in the next pass, before `short` fills it
             return room, False
-        slices.append(part)
-        length = part.stop - part.start
+        slices += parts
+        length = sum(part.stop - part.start for part in parts)
         request.credit -= length
         line.took(served, length)
         line.set_first_turn(request, max(0, request.first_turn - length))
@@ -295,7 +301,7 @@ class _Priority:
             line.credit -= length
             if line.credit <= 0:
                 self._order.rotate(-1)
-        return (tokens - length, seqs - 1), True
+        return (room[0] - length, room[1] - len(parts)), True
 
     def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that no longer wait."""

@@ -86,6 +86,16 @@ class Waiting(ABC):
             alone: the pass has no other slices, so the slice may be larger than the room.
         """
 
+    def next_slices(self, room: tuple[int, int], alone: bool, most: int) -> "list[Slice]":
+        """Take slices until they have `most` tokens or more, or until the next one does not fit. None of them if none fits.
+
+        Args:
+            room: the pass has room for this many tokens and sequences.
+            alone: as in `next_slice`.
+        """
+        part = self.next_slice(room[0], alone)
+        return [] if part is None else [part]
+
     @abstractmethod
     def piece(self, part: "Slice") -> Piece | None:
         """The piece of one slice for a pass. None if the request has ended since it was scheduled, because its pages are gone."""
@@ -175,6 +185,20 @@ class Request(Waiting):
             return None
         self.num_scheduled, self.num_computed = (sequence + 1, 0) if stop == length else (sequence, stop)
         return Slice(self, sequence, start, stop)
+
+    def next_slices(self, room: tuple[int, int], alone: bool, most: int) -> "list[Slice]":
+        parts = Waiting.next_slices(self, room, alone, most)  # `super()` does not work in a class with slots
+        if self.pool is not None or not parts:
+            return parts
+        taken, index = parts[0].stop, self.num_scheduled
+        while taken < most and len(parts) < room[1] and index < len(self.sequences):
+            length = len(self.sequences[index])
+            if taken + length > room[0]:
+                break
+            parts.append(Slice(self, index, 0, length))
+            taken, index = taken + length, index + 1
+        self.num_scheduled = index
+        return parts
 
     def piece(self, part: "Slice") -> Piece | None:
         pages = self.pages.get(part.sequence)

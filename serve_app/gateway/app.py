@@ -53,8 +53,8 @@ class Gateway(TeiServicer):
     async def check_health(self) -> None:
         """Connects to new pools, restores Serve's updates, reports the counts of trials, and returns unused memory.
 
-        Serve calls this every few seconds. It never raises, because a new gateway would find the same pools as this one. `/health`
-        tells whether there are any.
+        Serve calls this every few seconds. It never raises, because a new gateway would find the same pools as this one.
+        `/health` tells whether there are any.
         """
         if self._metrics.num_in_flight <= FEW_REQUESTS:
             tidy()
