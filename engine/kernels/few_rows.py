@@ -18,7 +18,7 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 32
-_MOST_ROWS_IN_16_BITS = 16  # more rows are faster with `gemm_skinny`, which takes W in bf16 only
+_MOST_ROWS_OF_TENSORS = 16  # more rows are faster with `gemm_skinny`, which does not take W in 4 bits
 _DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
@@ -111,7 +111,7 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    most = _MOST_ROWS_IN_16_BITS if isinstance(weight, Tensor) and weight.element_size() == 2 else MOST_ROWS
+    most = _MOST_ROWS_OF_TENSORS if isinstance(weight, Tensor) else MOST_ROWS
     if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight, x.dtype))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from engine.kernels import reference
 from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
+from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 
@@ -87,6 +88,8 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
     """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
     if (shape := few_rows_shape_of(x.values, weight.values)) is not None:
         return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
+    if (skinny := skinny_shape_of(x.values, weight.values)) is not None:
+        return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, x.scale, weight.scale)
     few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
     if x.values.dtype == torch.int8 and len(x) > few and is_hopper(x.values.device):
         return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)

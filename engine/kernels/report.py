@@ -168,8 +168,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
-            yield from (_gemm_skinny(n, k, rows, followed_by) for rows in (32, 64))
-            yield from (_few_rows(n, k, 32, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
+            yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
+            yield from (_gemm_skinny(n, k, 64, followed_by, operands) for operands in (2, 3))
+            yield from (_few_rows(n, k, 16, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
             yield _few_rows(n, k, 16, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": WIDENED[torch.float8_e4m3fn]})
             for codes in ((128, False), (32, True)):
                 yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
@@ -302,11 +303,11 @@ def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from tiled(4096, 4096, rows, 128, False, False, "groups of 128")
 
 
-def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy) -> Variant:
-    shape = skinny_shape(n, k, rows, _H200_SMS)
+def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy, operands: int) -> Variant:
+    shape = skinny_shape(n, k, rows, _H200_SMS, 1 if operands >= 2 else 2)
     assert shape is not None, "they are models' shapes"
-    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}"
-    return Variant("gemm_skinny", label, skinny_defines(k, shape, followed_by), shape.shared_bytes(), FEATURES)
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, operands {operands}"
+    return Variant("gemm_skinny", label, skinny_defines(operands, k, shape, followed_by), shape.shared_bytes(), FEATURES)
 
 
 def _few_rows(

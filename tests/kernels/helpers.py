@@ -1,16 +1,20 @@
-"""Helpers for the tests of our kernels: poisoned outputs, and ragged batches on the device."""
+"""Helpers for the tests of our kernels: poisoned outputs, ragged batches on the device, and operands in 8 bits."""
 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.kernels.cache8 import Cache8, rounded, widened
+from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.linear import interleaved
 from engine.kernels.tiles import LEAST_TILED, Shape, attention_tiles, hopper_shape, tile_shapes
 
 Prefixes = Sequence[tuple[int, int]]  # for each sequence, the rows [first, end) of its prefix
@@ -101,3 +105,43 @@ def random_qkv(num_tokens: int, heads: tuple[int, int], head_dim: int, dtype: to
     buffer = torch.full(shape, math.nan, dtype=dtype, device=DEVICE)
     q, k, v = buffer[_GUARD:-_GUARD].normal_().split((heads[0], heads[1], heads[1]), dim=1)
     return q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class InEightBits:
+    """Operands of a product in 8 bits, and its exact result in fp64."""
+
+    x: Tensor  # [M, K]
+    row_scale: Tensor
+    w: Tensor  # [N, K]
+    column_scale: Tensor
+    residual: Tensor | None  # [M, N] bf16
+    exact: Tensor
+
+    @classmethod
+    def random(cls, m: int, n: int, k: int, followed_by: FollowedBy, dtype: torch.dtype) -> "InEightBits":
+        torch.manual_seed(m + n + k)
+        x, row_scale = _rounded(torch.randn(m, k, device=DEVICE), dtype)
+        w, column_scale = _rounded(torch.randn(n, k, device=DEVICE) / k**0.5, dtype)
+        exact = F.linear(x.double(), w.double()) * row_scale.double()[:, None] * column_scale.double()
+        residual = torch.randn(m, n, device=DEVICE).bfloat16() if followed_by == "residual" else None
+        if residual is not None:
+            exact = exact + residual.double()
+        if followed_by == "swiglu":
+            gate, up = exact.chunk(2, dim=1)
+            exact = F.silu(gate) * up
+            w, column_scale = interleaved(w.view(torch.uint8)).view(dtype), interleaved(column_scale[:, None]).flatten()
+        return cls(x, row_scale, w, column_scale, residual, exact)
+
+    def check(self, y: Tensor) -> None:
+        """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum."""
+        error = (y.double() - self.exact).abs().max()
+        assert error <= 2**-8 * self.exact.abs().max() * (1 if self.x.dtype == torch.int8 else 2)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The values of x [n, K] in 8 bits, and the scale of each row."""
+    most = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = x.abs().amax(dim=1) / most
+    scaled = x / scale[:, None]
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, HOPPER_ONLY, poisoned
+from helpers import DEVICE, HOPPER_ONLY, InEightBits, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.gemm_hopper import gemm_hopper
+from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.linear import interleaved
 
 pytestmark = HOPPER_ONLY
@@ -20,13 +20,6 @@ halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    most = 127 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = x.float().abs().amax(dim=1).clamp(min=1e-9) / most
-    scaled = x.float() / scale[:, None]
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
 @halves
@@ -67,19 +60,8 @@ def test_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 128), (130, 272, 144), (1000, 1024, 1024), (777, 384, 1536)])
-def test_eight_bits(m: int, n: int, k: int, followed_by: str, dtype: torch.dtype) -> None:
-    """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum."""
-    x, x_scale = quantized(random(m, k, dtype=torch.float32), dtype)
-    w, w_scale = quantized(random(n, k, dtype=torch.float32) / k**0.5, dtype)
-    exact = F.linear(x.double(), w.double()) * x_scale.double()[:, None] * w_scale.double()
-    residual = random(m, n, dtype=torch.bfloat16) if followed_by == "residual" else None
-    if residual is not None:
-        exact = exact + residual.double()
-    if followed_by == "swiglu":
-        gate, up = exact.chunk(2, dim=1)
-        exact = F.silu(gate) * up
-        w, w_scale = interleaved(w.view(torch.uint8)).view(dtype), interleaved(w_scale[:, None]).flatten()
+def test_eight_bits(m: int, n: int, k: int, followed_by: FollowedBy, dtype: torch.dtype) -> None:
+    given = InEightBits.random(m, n, k, followed_by, dtype)
     with poisoned():
-        y = gemm_hopper(x, w, followed_by, residual, x_scale, w_scale)  # type: ignore[arg-type]
-    error = (y.double() - exact).abs().max()
-    assert error <= 2**-8 * exact.abs().max() * (1 if dtype == torch.int8 else 2)
+        y = gemm_hopper(given.x, given.w, followed_by, given.residual, given.row_scale, given.column_scale)
+    given.check(y)

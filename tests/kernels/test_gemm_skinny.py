@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, HOPPER_ONLY, poisoned
+from helpers import DEVICE, HOPPER_ONLY, InEightBits, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,6 +31,9 @@ CASES = [
     (19456, 2560, None),
 ]
 
+# K is divided into whole boxes of 128 values.
+IN_8_BITS = [(n, k, cut) for n, k, cut in CASES if k % 128 == 0 and (cut is None or k // 128 >= cut[2])]
+
 
 def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, W and the residual, bf16."""
@@ -56,6 +59,21 @@ def test_gemm_skinny(m: int, n: int, k: int, cut: tuple[int, int, int] | None, f
     with poisoned():
         y = gemm_skinny(x, given, shape, followed_by, residual if followed_by == "residual" else None)
     assert_as_close_as_torch(y, low, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
+@pytest.mark.parametrize(("n", "k", "cut"), IN_8_BITS)
+@pytest.mark.parametrize("m", [1, 17, 32, 33, 48, 57, 64])
+def test_eight_bits(
+    m: int, n: int, k: int, cut: tuple[int, int, int] | None, followed_by: FollowedBy, dtype: torch.dtype
+) -> None:
+    shape = SkinnyShape(padded(m), *cut, 1) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE), 1)
+    assert shape is not None, "these are models' shapes"
+    given = InEightBits.random(m, n, k, followed_by, dtype)
+    with poisoned():
+        y = gemm_skinny(given.x, given.w, shape, followed_by, given.residual, given.row_scale, given.column_scale)
+    given.check(y)
 
 
 def test_one_after_the_other_in_a_graph() -> None:

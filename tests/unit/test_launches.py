@@ -242,6 +242,7 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
         few_rows(x.to(kind), w.to(kind), shape, "swiglu", **scales)  # type: ignore[arg-type]
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
+        gemm_skinny(x.to(kind), w.to(kind), replace(skinny, itemsize=1), "nothing", **scales)  # type: ignore[arg-type]
     few_rows(x, w.to(E4M3), shape, norm=torch.ones(1024, dtype=BF16), column_scale=torch.ones(4096))
     four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
     four_bits(x, four, FourBitsShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))

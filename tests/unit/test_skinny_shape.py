@@ -14,11 +14,13 @@ PRODUCTS = [(4096, 1024), (1024, 3072), (19456, 2560), (2560, 9728), (24576, 409
 
 @pytest.mark.parametrize(("n", "k"), PRODUCTS)
 @pytest.mark.parametrize("m", [17, 32, 33, MOST_ROWS])
-def test_every_shape_fits(n: int, k: int, m: int) -> None:
-    shapes = [shape for _, shape in skinny_shapes(n, k, padded(m), SMS)]
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_every_shape_fits(n: int, k: int, m: int, itemsize: int) -> None:
+    shapes = [shape for _, shape in skinny_shapes(n, k, padded(m), SMS, itemsize)]
     assert shapes
     for shape in shapes:
         assert m <= shape.rows <= MOST_ROWS
+        assert shape.itemsize == itemsize
         assert shape.shared_bytes() <= SHARED_BYTES
         assert shape.threads <= 1024
         in_a_box = shape.block_n // shape.boxes
@@ -41,15 +43,16 @@ def test_the_chosen_one_has_work_for_half_the_chip_and_more(n: int, k: int) -> N
     assert shape.split * -(-n // shape.block_n) > SMS / 2 - shape.split
 
 
-@pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024)])
-def test_what_cannot_be_cut_is_none(n: int, k: int) -> None:
-    assert skinny_shape(n, k, 64, SMS) is None
+@pytest.mark.parametrize(("n", "k", "itemsize"), [(1024, 72, 2), (1000, 1024, 2), (1024, 320, 1)])
+def test_what_cannot_be_cut_is_none(n: int, k: int, itemsize: int) -> None:
+    assert skinny_shape(n, k, 64, SMS, itemsize) is None
 
 
 @pytest.mark.parametrize(
-    ("m", "dtype", "takes"), [(64, torch.bfloat16, True), (65, torch.bfloat16, False), (64, torch.float16, False)]
+    ("m", "dtype", "takes"),
+    [(64, torch.bfloat16, True), (65, torch.bfloat16, False), (64, torch.float16, False), (64, torch.int8, True)],
 )
-def test_only_up_to_64_rows_in_bf16(m: int, dtype: torch.dtype, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_up_to_64_rows_and_not_in_fp16(m: int, dtype: torch.dtype, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_skinny, "is_hopper", lambda device: True)
     monkeypatch.setattr(gemm_skinny, "num_sms", lambda device: SMS)
     x, w = torch.zeros(m, 1024, dtype=dtype), torch.zeros(4096, 1024, dtype=dtype)

@@ -1,6 +1,7 @@
-// y = x W^T for 17 to 64 rows of x, fused with the operation after it, for sm_90a: bf16 in, sums in fp32, bf16 out. The kernel reads W
-// once, at the rate of the memory.
+// y = x W^T for 17 to 64 rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32, bf16
+// out. The kernel reads W once, at the rate of the memory.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
+//   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W.
 //
@@ -11,7 +12,8 @@
 // Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows.
 //
 // Floor: the N * K values of W, read once.
-constexpr int COLUMNS = 64, WIDTH = 2 * COLUMNS;  // of a box; bytes of its rows
+constexpr bool IN_8_BITS = OPERANDS >= 2;
+constexpr int WIDTH = 128, COLUMNS = IN_8_BITS ? WIDTH : WIDTH / 2;  // bytes of a box's rows, and their values
 constexpr int GROUPS = (BLOCK_N + 63) / 64, MULTIPLIERS = 128 * GROUPS;
 constexpr int BOXES = (BLOCK_N + 255) / 256, BOX_ROWS = BLOCK_N / BOXES;  // a box has at most 256 rows
 constexpr u32 W_BYTES = BLOCK_N * WIDTH, X_BYTES = ROWS * WIDTH, STAGE_BYTES = W_BYTES + X_BYTES;
@@ -28,39 +30,56 @@ static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums fit into the r
 // Lies in shared memory after the ring.
 struct alignas(16) Shared {
     float inbox[SPLIT > 1 ? SPLIT : 1][SPLIT > 1 ? EACH : 1][BLOCK_N];
+    float row_scale[IN_8_BITS ? ROWS : 1], column_scale[IN_8_BITS ? BLOCK_N : 1];
     u64 full[STAGES], empty[STAGES], inbox_full;
 };
 
-#define OUT_4(x, i) "+f"(x[i]), "+f"(x[i + 1]), "+f"(x[i + 2]), "+f"(x[i + 3])
+#if OPERANDS == 3
+typedef int Sum;
+#define KIND "k32.s32.s8.s8"
+#define TAIL ""
+#define OUT_1(x) "+r"(x)
+#else
+typedef float Sum;
+#if OPERANDS == 2
+#define KIND "k32.f32.e4m3.e4m3"
+#define TAIL ", 1, 1"
+#else
+#define KIND "k16.f32.bf16.bf16"
+#define TAIL ", 1, 1, 0, 0"
+#endif
+#define OUT_1(x) "+f"(x)
+#endif
+#define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
-__device__ __forceinline__ void product(float (&x)[16], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGS_16
-                 "}, %16, %17, p, 1, 1, 0, 0;}"
+__device__ __forceinline__ void product(Sum (&x)[16], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32" KIND " {" REGS_16
+                 "}, %16, %17, p" TAIL ";}"
                  : OUT_16(x, 0)
                  : "l"(a), "l"(b), "r"(accumulate));
 }
-__device__ __forceinline__ void product(float (&x)[32], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGS_16
-                 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;}"
+__device__ __forceinline__ void product(Sum (&x)[32], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64" KIND " {" REGS_16
+                 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p" TAIL ";}"
                  : OUT_16(x, 0), OUT_16(x, 16)
                  : "l"(a), "l"(b), "r"(accumulate));
 }
 
 // Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
-__device__ __forceinline__ void pin(float (&x)[SUMS]) {
+__device__ __forceinline__ void pin(Sum (&x)[SUMS]) {
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : "+f"(x[i])::"memory");
+    for (int i = 0; i < SUMS; ++i) asm volatile("" : OUT_1(x[i])::"memory");
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
-gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y, i64 m_, i64 n_,
-            i64 y_stride) {
+gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y,
+            const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
     const int m = static_cast<int>(m_), n = static_cast<int>(n_);
@@ -115,8 +134,12 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
 #pragma unroll
             for (int j = 0; j < MINE; ++j) before_it[j] = is_there(j) ? *place(j) : 0;
         }
+        if (IN_8_BITS) {
+            for (int i = threadIdx.x; i < m; i += MULTIPLIERS) shared.row_scale[i] = row_scale[i];
+            for (int i = threadIdx.x; i < BLOCK_N; i += MULTIPLIERS) shared.column_scale[i] = column_scale[min(first_row + i, n - 1)];
+        }
 
-        float sums[SUMS];
+        Sum sums[SUMS];
         Ring<STAGES> ring{0, 0};
         int before = 0;
         for (int step = 0; step < steps; ++step) {
@@ -142,7 +165,8 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         const int lane = thread % 32, w_row = group * 64 + thread / 32 * 16;
         if (w_row < BLOCK_N) {
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) partial[i / 4 * 8 + lane % 4 * 2 + i % 2][w_row + lane / 4 + i / 2 % 2 * 8] = sums[i];
+            for (int i = 0; i < SUMS; ++i)
+                partial[i / 4 * 8 + lane % 4 * 2 + i % 2][w_row + lane / 4 + i / 2 % 2 * 8] = static_cast<float>(sums[i]);
         }
         named_sync(1, MULTIPLIERS);
         if (SPLIT > 1) {
@@ -160,11 +184,11 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             if (!is_there(j)) continue;
             const int row = row_of(j), column = column_of(j);
             auto total = [&](int at) {
-                if (SPLIT == 1) return partial[row][at];
                 float sum = 0.f;
+                if (SPLIT == 1) sum = partial[row][at];
 #pragma unroll
-                for (int b = 0; b < SPLIT; ++b) sum += shared.inbox[b][row][at];
-                return sum;
+                for (int b = 0; b < SPLIT && SPLIT > 1; ++b) sum += shared.inbox[b][row][at];
+                return IN_8_BITS ? sum * shared.row_scale[begin + row] * shared.column_scale[at] : sum;
             };
             if (FOLLOWED_BY == 2) {
                 auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };
