@@ -21,6 +21,8 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+import torch
+
 from cluster.local_ray import free_port
 from loadtests.client import Connection, bodies
 from loadtests.report import write
@@ -190,7 +192,8 @@ def main() -> None:
                 rows.append({"attack": name, "phase": phase} | row | closed)
                 print(rows[-1], flush=True)
     notes = [f"{RATE:g} texts/s from other clients; the attacker has the address {ATTACKER}; all of it on one machine."]
-    write("attacks", "python -m loadtests.attacks", {"what other clients notice": rows}, notes)
+    name = "attacks_gpu" if torch.cuda.is_available() else "attacks"
+    write(name, "python -m loadtests.attacks", {"what other clients notice": rows}, notes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper a few rows go through `few_rows`, and int8 through `gemm_hopper`. Both fuse the next operation. cuBLAS computes all
-other products. docs/decisions/023.
+On Hopper up to 16 rows go through `few_rows`, up to 64 through `gemm_skinny`, and more rows of int8 through `gemm_hopper`. All
+three fuse the next operation. cuBLAS computes all other products. docs/decisions/023 and 063.
 
 Every function here takes x [M, K] in 16 bits and quantises it, except if `few_rows` takes x in bf16 with W in e4m3
 (docs/decisions/055). It does not change x in 8 bits.
