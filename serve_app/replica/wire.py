@@ -15,6 +15,7 @@ import ray
 
 from cluster.haproxy import ALONE_VARIABLE
 from engine.errors import BackendError, EngineStopped
+from serve_app.compute.turns import Turns
 from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind, head_of
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.replica.channel import UNREAD_S, Channel, Channels
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 _SECRET_S = 5.0
 # A replica that stops accepts calls for this time, because gateways sent them before they knew of the stop.
 _LEAVING_S = 0.1
+# Larger calls wait for their turn of the event loop. A call of 2,048 short texts takes milliseconds of it, and many of them may
+# come at a time.
+_AT_ONCE_BYTES = 1 << 14
 
 Answer = Callable[[Sequence[Parcel]], Awaitable[list[Answered]]]
 
@@ -47,6 +51,7 @@ class Wires:
         self.answer, self.channels, self.secret = answer, channels, secrets.token_bytes(SECRET_BYTES)
         self.address = (host, self._socket.getsockname()[1], self.secret.hex())
         self.connections = set[_Connection]()
+        self.turns = Turns()
         self._calls = 0
         self._server: asyncio.Server | None = None
         self._starting = asyncio.get_running_loop().create_task(self._start(), context=Context())
@@ -132,9 +137,15 @@ class _Connection(FrameProtocol):
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
     async def _answer(self, number: int, payload: bytes) -> None:
+        is_large = len(payload) > _AT_ONCE_BYTES
         try:
+            if is_large:
+                await self._wires.turns.turn()
             parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
-            answered = pickle.dumps(await self._wires.answer(parcels), protocol=5)
+            answers = await self._wires.answer(parcels)
+            if is_large:
+                await self._wires.turns.turn()
+            answered = pickle.dumps(answers, protocol=5)
         except Exception as error:
             log.exception("a call failed")
             answered = pickle.dumps(BackendError(f"the replica failed: {error!r}"))

@@ -25,7 +25,7 @@ from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
-from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind
+from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, head_of
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.gateway.steps import Steps
@@ -112,6 +112,18 @@ def test_many_calls_share_a_connection_and_each_hears_its_own_answer(run: Run) -
         assert number_of((await slow)[0]) == 0
         assert wires.calls_since_last() == 201
         assert wires.calls_since_last() == 0
+
+    run(scenario)
+
+
+def test_a_small_call_does_not_wait_for_all_large_ones_that_came_with_it(run: Run) -> None:
+    async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
+        calls = [pickle.dumps([parcel(2, 5_000)])] * 50 + [pickle.dumps([parcel(1)])]
+        (connection,) = wires.connections
+        frames = [head_of(1_000 + number, Kind.CALL, call) + call for number, call in enumerate(calls)]
+        connection.data_received(b"".join(frames))
+        await until(lambda: len(replica.begun) == 51)
+        assert replica.begun.index(1) < 5
 
     run(scenario)
 
