@@ -597,7 +597,13 @@ class Streams:
 
     def arrived(self, stream: Stream) -> bool:
         """The same as `advance`, for a stream whose cohort has counted the token."""
-        if stream.future.done() or stream.num_foreseen or stream.cohort is not None:
+        if stream.future.done():
+            # The thread that ended the stream may still wait for the lock to call `forget`. The pass's token was not accepted, so
+            # no later pass can begin with it.
+            for streams in (self._ready, *self._behind):
+                streams.pop(stream, None)
+            return False
+        if stream.num_foreseen or stream.cohort is not None:
             return False
         stream.settle()
         if stream in self._leaving:

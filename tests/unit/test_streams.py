@@ -28,6 +28,7 @@ from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request, Slice
+from engine.schedule.scheduler import Scheduler
 from engine.schedule.stream import Answer, Stream, Streams, Token
 
 PAGE_SIZE = 4
@@ -283,6 +284,31 @@ def test_a_stream_that_is_left_between_schedule_and_launch_harms_nobody() -> Non
     device.pages.check_integrity()
     assert device.pages.num_free == 20
     assert passes.scheduler.is_idle
+
+
+def test_a_stream_that_is_left_is_in_no_later_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends the stream waits for the scheduler's lock, so its callback has not run yet."""
+    waiting: list[tuple[Any, Stream]] = []
+    monkeypatch.setattr(Scheduler, "_forget", lambda self, streams, request, _: waiting.append((streams, request)))
+    device = Device(20)
+    passes = Passes(device, 100)
+    left, stays = stream([1] * 6), stream([2] * 6)
+    for each in (left, stays):
+        passes.scheduler.add(each)
+    (launched,) = passes.launch(passes.schedule())
+    left.future.cancel()
+    passes.deliver(launched)
+    slices = passes.schedule()
+    assert [part.request for part in slices] == [stays]
+    (launched,) = passes.launch(slices)
+    passes.deliver(launched)
+    passes.run([])
+    assert ids(stays.future.result(0)) == answer_of([2] * 6, 8)
+    assert [request for _, request in waiting] == [left, stays]
+    for streams, ended in waiting:
+        streams.forget(ended)
+        ended.give_back()
+    assert device.pages.num_free == 20
 
 
 def test_a_stream_that_is_left_while_its_piece_is_made_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
