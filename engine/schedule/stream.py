@@ -600,8 +600,7 @@ class Streams:
         if stream.future.done():
             # The thread that ended the stream may still wait for the lock to call `forget`. The pass's token was not accepted, so
             # no later pass can begin with it.
-            for streams in (self._ready, *self._behind):
-                streams.pop(stream, None)
+            self._unready(stream)
             return False
         if stream.num_foreseen or stream.cohort is not None:
             return False

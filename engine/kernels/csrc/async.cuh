@@ -130,6 +130,38 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+
+#ifdef OPERANDS
+// The parts of wgmma's text that depend on the operands, and the type of its sums: 0 bf16, 1 fp16, 2 e4m3, 3 int8.
+#if OPERANDS == 3
+typedef int Sum;
+#define KIND "k32.s32.s8.s8"
+#define TAIL ""
+#define OUT_1(x) "+r"(x)
+#else
+typedef float Sum;
+#if OPERANDS == 2
+#define KIND "k32.f32.e4m3.e4m3"
+#define TAIL ", 1, 1"
+#elif OPERANDS == 1
+#define KIND "k16.f32.f16.f16"
+#define TAIL ", 1, 1, 0, 0"
+#else
+#define KIND "k16.f32.bf16.bf16"
+#define TAIL ", 1, 1, 0, 0"
+#endif
+#define OUT_1(x) "+f"(x)
+#endif
+#define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
+#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
+
+// Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
+template <int COUNT>
+__device__ __forceinline__ void pin(Sum (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : OUT_1(x[i])::"memory");
+}
+#endif
 #endif
 #endif
 

@@ -37,25 +37,6 @@ __device__ __forceinline__ void fetch_for_both(u32 shared, const TensorMap& map,
 
 // ---- wgmma ----
 
-#if OPERANDS == 3
-typedef int Sum;
-#define KIND "k32.s32.s8.s8"
-#define TAIL ""
-#define OUT_1(x) "+r"(x)
-#else
-typedef float Sum;
-#if OPERANDS == 2
-#define KIND "k32.f32.e4m3.e4m3"
-#define TAIL ", 1, 1"
-#elif OPERANDS == 1
-#define KIND "k16.f32.f16.f16"
-#define TAIL ", 1, 1, 0, 0"
-#else
-#define KIND "k16.f32.bf16.bf16"
-#define TAIL ", 1, 1, 0, 0"
-#endif
-#define OUT_1(x) "+f"(x)
-#endif
 #define REGS_128                                                                                                       \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                           \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                                 \
@@ -65,8 +46,6 @@ typedef float Sum;
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                                 \
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                     \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
-#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
@@ -75,12 +54,6 @@ __device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 a, u64 b, in
                  "}, %128, %129, p" TAIL ";}"
                  : OUT_64(x, 0), OUT_64(x, 64)
                  : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
-__device__ __forceinline__ void pin(Sum (&x)[ACCUMULATORS]) {
-#pragma unroll
-    for (int i = 0; i < ACCUMULATORS; ++i) asm volatile("" : OUT_1(x[i])::"memory");
 }
 
 // ---- the two roles ----

@@ -34,24 +34,6 @@ struct alignas(16) Shared {
     u64 full[STAGES], empty[STAGES], inbox_full;
 };
 
-#if OPERANDS == 3
-typedef int Sum;
-#define KIND "k32.s32.s8.s8"
-#define TAIL ""
-#define OUT_1(x) "+r"(x)
-#else
-typedef float Sum;
-#if OPERANDS == 2
-#define KIND "k32.f32.e4m3.e4m3"
-#define TAIL ", 1, 1"
-#else
-#define KIND "k16.f32.bf16.bf16"
-#define TAIL ", 1, 1, 0, 0"
-#endif
-#define OUT_1(x) "+f"(x)
-#endif
-#define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
-#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
@@ -66,12 +48,6 @@ __device__ __forceinline__ void product(Sum (&x)[32], u64 a, u64 b, int accumula
                  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p" TAIL ";}"
                  : OUT_16(x, 0), OUT_16(x, 16)
                  : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
-__device__ __forceinline__ void pin(Sum (&x)[SUMS]) {
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) asm volatile("" : OUT_1(x[i])::"memory");
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
