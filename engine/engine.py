@@ -1,7 +1,6 @@
 """`Engine`: one loaded model on one or several devices. Gives vectors and answers for token ids. Needs no server."""
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -50,6 +49,7 @@ from engine.run.tune import tune, tune_streams
 from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
+from engine.schedule.queue import MOST_SEQS
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Stream, Token
 from engine.text.grammar import Compiler
@@ -351,8 +351,8 @@ class Engine:
 
     def _embed_in_one_pass(self, sequences: Sequence[TokenIds], options: EmbedOptions) -> Vectors | None:
         """The fastest way for a query. None if one pass is not enough, or if a vector is not finite."""
-        num_seqs, most_seqs = len(sequences), self.max_batch_seqs or sys.maxsize
-        if not 0 < num_seqs <= most_seqs or sum(map(len, sequences)) > self.max_batch_tokens:
+        num_seqs = len(sequences)
+        if not 0 < num_seqs <= self.max_batch_seqs or sum(map(len, sequences)) > self.max_batch_tokens:
             return None
         try:
             output = self.launch(sequences, [options] * num_seqs).wait()
@@ -496,11 +496,11 @@ class Engine:
         return self.runner.num_stages if isinstance(self.runner, RingPipeline | RingStreams) else len(self.stages)
 
     @property
-    def max_batch_seqs(self) -> int | None:
-        """The most sequences of a pass. None if only the tokens are limited."""
+    def max_batch_seqs(self) -> int:
+        """The most sequences of a pass."""
         if isinstance(self.runner, StreamRunner):
             return MOST_STREAMS
-        return most_splade_seqs(self.config.vocab_size) if self.network.vector_head.is_wide else None
+        return min(MOST_SEQS, most_splade_seqs(self.config.vocab_size)) if self.network.vector_head.is_wide else MOST_SEQS
 
     @property
     def max_graph_tokens(self) -> int:

@@ -8,7 +8,6 @@ if the other thread's core sleeps (docs/decisions/029).
 import asyncio
 import logging
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -19,8 +18,10 @@ from typing import Any
 import torch
 
 from engine.errors import EngineStopped
+from engine.interpreter import switch_often
 from engine.passes import BatchReport, Launched, Passes, Runner
 from engine.results import Embeddings
+from engine.schedule.queue import MOST_SEQS
 from engine.schedule.request import Request, Waiting
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,6 @@ _QUICK_TOKENS = 1024
 # A caller polls for the end of its pass from _POLL_BEFORE_S before the predicted end until _POLL_AFTER_S after it. Before that,
 # the event loop does other work. With more than _FORESEEN_S left the caller does not poll: such predictions are less exact.
 _POLL_BEFORE_S, _POLL_AFTER_S, _FORESEEN_S = 0.003, 0.001, 0.02
-# The interpreter's switch interval; Python's default is 5 ms. Every operation of a pass takes the interpreter again. Next to a
-# busy event loop 300 operations took 10 s, and 21 ms with this interval (docs/decisions/025).
-_SWITCH_INTERVAL_S = 0.0002
 
 _STOPPED = "the engine stopped before this request was computed"
 
@@ -56,7 +54,7 @@ class EngineLoop:
         num_threads: int | None = None,
         on_batch: Callable[[BatchReport], None] | None = None,
         on_split: Callable[[], None] | None = None,
-        max_batch_seqs: int | None = None,
+        max_batch_seqs: int = MOST_SEQS,
     ) -> None:
         """`num_threads`: CPU threads of one operation; None leaves torch's choice."""
         self._passes = Passes(engine, max_batch_tokens, max_batch_seqs, on_batch, on_split)
@@ -64,7 +62,7 @@ class EngineLoop:
         self._on_gpu = engine.passes_in_flight > 1
         # Requests that need pages of a cache go through the queue, where they get their pages.
         self._quick_tokens = 0 if engine.pages is not None else min(engine.max_graph_tokens, max_batch_tokens, _QUICK_TOKENS)
-        self._quick_seqs = max_batch_seqs or sys.maxsize
+        self._quick_seqs = max_batch_seqs
         self._num_threads = num_threads
         self._stopping = False
         self.num_submitted = 0  # requests so far
@@ -78,7 +76,7 @@ class EngineLoop:
         self._polled: Launched | None = None  # a caller polls for the end of this pass; no other thread has the pass
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._deliverer = threading.Thread(target=self._deliver_all, name="engine-results", daemon=True)
-        sys.setswitchinterval(min(_SWITCH_INTERVAL_S, sys.getswitchinterval()))
+        switch_often()
         self._thread.start()
         self._deliverer.start()
 

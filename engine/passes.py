@@ -21,6 +21,7 @@ from engine.run.flight import Flight, Output
 from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
+from engine.schedule.queue import MOST_SEQS
 from engine.schedule.request import Slice, Waiting
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.stream import NOT_FINITE, Stream, token_of
@@ -104,7 +105,7 @@ class Passes:
         self,
         runner: Runner,
         max_batch_tokens: int,
-        max_batch_seqs: int | None = None,
+        max_batch_seqs: int = MOST_SEQS,
         on_batch: Callable[[BatchReport], None] | None = None,
         on_split: Callable[[], None] | None = None,
     ) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -54,7 +53,7 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
     if len(step.slices) == 1 and not output.ragged and finite[0]:  # the fastest way for a query, without grouping
         (part,) = step.slices
         part.request.num_passes += 1
-        _hand_over(part.request, part.sequence, _rows(step, output, part.request, 0, 1), _ONE_WITHOUT_ARRAYS, seconds)
+        _hand_over(part.request, part.sequence, 1, _rows(step, output, part.request, 0, 1), [], seconds)
         return again
     arrays, finite = _arrays(step, output, finite)
     counted: set[Request] = set()
@@ -66,7 +65,7 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
             request.num_passes += 1
         if finite[first]:
             vectors = _rows(step, output, request, first, stop)
-            _hand_over(request, part.sequence, vectors, arrays[first:stop], seconds)
+            _hand_over(request, part.sequence, stop - first, vectors, arrays[first:stop], seconds)
         elif len(step.sequences) == 1 or step.pieces:
             request.fail(NotFinite())
         else:
@@ -75,38 +74,35 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
 
 
 def _arrays(step: Step, output: Output, finite: NDArray[np.bool_]) -> tuple[list[_Arrays], NDArray[np.bool_]]:
-    """For each slice: the arrays that its request asks for, and whether all values of the slice are finite."""
-    given = [_NO_ARRAYS] * len(step.sequences)
+    """For each slice: the arrays that its request asks for, and whether all values of the slice are finite.
+
+    The first list is empty if the pass has no such arrays.
+    """
+    given: list[_Arrays] = []
     if output.ragged:
         given = [{name: output.ragged[name][row] for name in each.outputs} for row, each in enumerate(step.options)]
         finite = finite & [all(map(_is_finite, arrays.values())) for arrays in given]
     if step.rows is None:
         return given, finite
-    return [given[row] for row in step.rows], finite[step.rows]
-
-
-_NO_ARRAYS: _Arrays = {}
-_ONE_WITHOUT_ARRAYS = [_NO_ARRAYS]
+    return [given[row] for row in step.rows] if given else given, finite[step.rows]
 
 
 def _runs(slices: list[Slice], finite: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """[first, stop) of consecutive slices of one request. A slice that is not finite is a separate run."""
-    whole = finite.tolist()
-    first = 0
-    for (_, is_whole), group in groupby(range(len(slices)), lambda row: (id(slices[row].request), whole[row])):
-        rows = list(group)
-        if is_whole:
-            yield first, first + len(rows)
-        else:
-            yield from ((row, row + 1) for row in rows)
-        first += len(rows)
+    first, request, was_finite = 0, slices[0].request, True
+    for row, (part, is_finite) in enumerate(zip(slices, finite.tolist(), strict=True)):
+        if (part.request is not request or not (is_finite and was_finite)) and row > first:
+            yield first, row
+            first = row
+        request, was_finite = part.request, is_finite
+    yield first, len(slices)
 
 
 def _rows(step: Step, output: Output, request: Request, first: int, stop: int) -> Vectors | None:
     if not request.options.pooled:
         return None
     rows = slice(first, stop) if step.rows is None else step.rows[first:stop]
-    return _own(output.vectors[rows, : request.options.dimensions])
+    return output.vectors[rows, : request.options.dimensions]
 
 
 def _own(array: NDArray[Any]) -> NDArray[Any]:
@@ -121,23 +117,26 @@ def _is_finite(array: NDArray[Any]) -> bool:
     return bool(np.isfinite(array["value"] if array.dtype.names else array).all())
 
 
-def _hand_over(request: Request, first: int, vectors: Vectors | None, arrays: list[_Arrays], seconds: float) -> None:
-    """Gives a request the results of its sequences from `first` on."""
-    request.results[first] = vectors, [{name: _own(each) for name, each in of_one.items()} for of_one in arrays]
-    request.num_done += len(arrays)
+def _hand_over(request: Request, first: int, count: int, vectors: Vectors | None, arrays: list[_Arrays], seconds: float) -> None:
+    """Gives a request the results of `count` sequences from `first` on. `arrays` is empty if the pass has none."""
+    if vectors is not None and count == len(request.sequences):
+        request.vectors = _own(vectors)
+    elif vectors is not None:
+        if request.vectors is None:
+            request.vectors = np.empty((len(request.sequences), vectors.shape[1]), dtype=vectors.dtype)
+        request.vectors[first : first + count] = vectors
+    if arrays:
+        request.arrays[first] = [{name: _own(each) for name, each in of_one.items()} for of_one in arrays]
+    request.num_done += count
     request.inference_s += seconds
     if request.num_done == len(request.sequences):
         _succeed(request)
 
 
 def _succeed(request: Request) -> None:
-    parts, ragged = [request.results[index] for index in sorted(request.results)], _Ragged()
-    vectors = parts[0][0]
-    if len(parts) > 1 and vectors is not None:
-        vectors = np.concatenate([part for part, _ in parts])
-    if request.options.outputs:
-        ragged = {name: [arrays[name] for _, part in parts for arrays in part] for name in request.options.outputs}
+    arrays = [each for first in sorted(request.arrays) for each in request.arrays[first]]
+    ragged = {name: [each[name] for each in arrays] for name in request.options.outputs}
     assert request.first_scheduled_at is not None, "a finished request was scheduled"
     queue_s = request.first_scheduled_at - request.submitted_at
     with suppress(InvalidStateError):  # the caller has left during the last pass
-        request.future.set_result(Embeddings(vectors, ragged, queue_s, request.inference_s, request.num_passes))
+        request.future.set_result(Embeddings(request.vectors, ragged, queue_s, request.inference_s, request.num_passes))

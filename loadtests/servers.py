@@ -145,13 +145,14 @@ class StubEngine:
     def __init__(self) -> None:
         from engine.hub import EMBEDDED_MODEL, resolve_model
         from engine.model.folder import load_model_config
+        from engine.schedule.queue import MOST_SEQS
         from engine.text.tokenizer import Tokenizer
 
         folder = resolve_model(EMBEDDED_MODEL)
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", torch.device("cpu")
-        self.passes_in_flight, self.num_stages, self.max_graph_tokens, self.max_batch_seqs = 1, 1, 0, None
+        self.passes_in_flight, self.num_stages, self.max_graph_tokens, self.max_batch_seqs = 1, 1, 0, MOST_SEQS
         self.speculation_rows = self.cohort_size = 0
         self.pages = None
         self.used_bytes = 0

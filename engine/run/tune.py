@@ -36,9 +36,7 @@ _TEXT_TOKENS = 200  # tokens of a typical text
 MOST_STEPS_CAPTURE_S = 4.0
 
 
-def tune(
-    runner: CudaRunner, config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int | None, max_batch_seqs: int | None
-) -> int:
+def tune(runner: CudaRunner, config: ModelConfig, dtype: torch.dtype, max_batch_tokens: int | None, max_batch_seqs: int) -> int:
     """Prepare the runner for requests. Returns the token budget, which is the given one if there is one.
 
     Raises: OutOfMemory if not even a small pass fits beside the weights.
@@ -136,7 +134,7 @@ class _Trials:
         self._runner, self._config, self._dtype = runner, config, dtype
         self._longest = config.max_input_length
 
-    def tune(self, max_batch_tokens: int | None, max_batch_seqs: int | None) -> int:
+    def tune(self, max_batch_tokens: int | None, max_batch_seqs: int) -> int:
         runner = self._runner
         budget = max_batch_tokens or self._find_budget()
         graph_tokens = 0
@@ -149,7 +147,7 @@ class _Trials:
             log.warning("an input of %d tokens does not fit into the free memory of this GPU", runner.longest_input)
             runner.longest_input = max(budget, runner.longest_input // 2)
         self._fits(self._typical(budget))
-        self._fits([1] * min(budget, max_batch_seqs or 4096))
+        self._fits([1] * min(budget, max_batch_seqs))
         if graph_tokens:
             runner.graphs.capture_all((shape, ()) for shape in runner.packer.graph_shapes(graph_tokens))
             runner.max_graph_tokens = graph_tokens

@@ -11,7 +11,6 @@ turn of each large request in the queue. Large requests get a quarter of the tok
 If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
 """
 
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -28,6 +27,9 @@ BATCH_WAITS_S = 10.0
 # The share of an owner, or of a request, in each round: a pass divided by this number. While short requests wait, large ones get
 # the same share of their owner's tokens.
 SHARE = 4
+# The most sequences of a pass. Python takes about 5 us for each of them, whatever their length, and callers of short texts wait
+# for whole passes (docs/decisions/065).
+MOST_SEQS = 1024
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
 # of them are removed at once.
 _MOST_OVER = 64
@@ -41,10 +43,10 @@ class Queue:
     """
 
     def __init__(
-        self, max_batch_tokens: int, max_batch_seqs: int | None = None, lock: AbstractContextManager[Any] | None = None
+        self, max_batch_tokens: int, max_batch_seqs: int = MOST_SEQS, lock: AbstractContextManager[Any] | None = None
     ) -> None:
         self.max_batch_tokens = max_batch_tokens
-        self._max_batch_seqs = max_batch_seqs or sys.maxsize
+        self._max_batch_seqs = max_batch_seqs
         self._lock = lock or RLock()
         quantum = max(1, max_batch_tokens // SHARE)
         self.interactive, self.batch = _Priority(quantum), _Priority(quantum)

@@ -131,7 +131,8 @@ class Request(Waiting):
     num_done: int = 0
     num_passes: int = 0
     inference_s: float = 0.0
-    results: dict[int, Any] = field(default_factory=dict)  # by the index of the first sequence of each part
+    vectors: Any = None  # [n, dims] float32, from the first part on
+    arrays: dict[int, list[Any]] = field(default_factory=dict)  # of each part, by the index of its first sequence
 
     @property
     def num_tokens(self) -> int:

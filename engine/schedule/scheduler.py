@@ -7,7 +7,6 @@ A decode step takes a few milliseconds, and a thread may wait as long for the in
 `_AHEAD_S` ahead, up to three at a time (docs/decisions/060).
 """
 
-import sys
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -38,7 +37,7 @@ class Scheduler:
     def __init__(
         self,
         max_batch_tokens: int,
-        max_batch_seqs: int | None,
+        max_batch_seqs: int,
         most_in_flight: int,
         lock: AbstractContextManager[Any],
         pages: Pages | None = None,
@@ -60,7 +59,7 @@ class Scheduler:
         # The reading of `perf_counter` at which the device, or the first stage, should have finished the passes under way.
         self.free_at = 0.0
         self.running_tokens = 0
-        self._max_batch_seqs, self._lock = max_batch_seqs or sys.maxsize, lock
+        self._max_batch_seqs, self._lock = max_batch_seqs, lock
         self._most_in_flight, self._num_stages = most_in_flight, num_stages
         self._runs_ahead = num_stages == 1 or most_in_flight > num_stages
         self._in_flight: deque[float] = deque()  # the predicted seconds of each pass under way, the oldest first

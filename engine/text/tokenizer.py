@@ -5,9 +5,9 @@ request changes the shared `tokenizers.Tokenizer`, so requests with different tr
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +131,10 @@ class Tokenizer:
         prompt = self._prompt_text(options)
         _check_room(options, self.num_special)
         texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
-        contents = iter(self._contents(texts))
+        encoded = iter(self._with_specials(self._contents(texts), options))
         sequences = []
         for index, item in enumerate(inputs):
-            if isinstance(item, str):
-                ids = self._known(index, self._with_specials(next(contents), options))
-            else:
-                ids = self._given_ids(index, item, options)
+            ids = self._known(index, next(encoded)) if isinstance(item, str) else self._given_ids(index, item, options)
             sequences.append(self._without_padding(ids))
         return sequences
 
@@ -322,10 +319,19 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"tokenizer error {error}") from error
 
-    def _with_specials(self, content: list[int], options: EncodeOptions) -> TokenIds:
+    def _with_specials(self, contents: Sequence[list[int]], options: EncodeOptions) -> Iterator[TokenIds]:
+        """The ids of each text with special tokens around them: parts of one array, because an array for each takes 1 us."""
         room = self._limit(options) - self.num_special
-        content = content[self._kept(len(content), room, self.num_special, options)]
-        return np.array(self._prefix + content + self._suffix, dtype=np.int32)
+        ids, ends = list[int](), [0]
+        for content in contents:
+            if len(content) > room:
+                content = content[self._kept(len(content), room, self.num_special, options)]
+            ids += self._prefix
+            ids += content
+            ids += self._suffix
+            ends.append(len(ids))
+        whole = np.array(ids, dtype=np.int32)
+        return (whole[start:stop] for start, stop in pairwise(ends))
 
     def _given_ids(self, index: int, item: object, options: EncodeOptions) -> TokenIds:
         ids = checked_ids(index, item, self._config.vocab_size)
@@ -382,8 +388,9 @@ def _checked(index: int, texts: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the texts of one input. Raises: EmptyInput if all are empty, InvalidInput for NUL."""
     if not any(texts):
         raise EmptyInput("`inputs` cannot be empty")
-    if any("\0" in text for text in texts):
-        raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
+    for text in texts:  # a generator for `any` would take longer than all other checks of a short text
+        if "\0" in text:
+            raise InvalidInput(f"`inputs` cannot contain NUL characters, input {index} does; remove them")
     return texts
 
 

@@ -1,7 +1,8 @@
 """Joins requests for one pool into calls, unless a request would then wait much longer.
 
-Requests that arrive in one turn of the event loop leave as one call. While every replica has a call, new requests wait until a
-call returns, and then leave together (Nagle's algorithm, RFC 896).
+Requests that arrive in one turn of the event loop leave as one call. While every replica has a joint call, new requests wait
+until one returns, and then leave together (Nagle's algorithm, RFC 896). The call of a large request takes long, and no request
+waits for it.
 
 All requests of a call have one owner, because they are answered when the last of them is finished, and the queue of a replica
 lets a request wait only for other requests of its owner.
@@ -22,7 +23,8 @@ from engine.request_tag import request_tags
 from engine.results import Embeddings
 from serve_app.gateway.parcel import Answer, ReplicaCall
 
-_MOST_CALLS = 256
+# The most inputs of a joint call. A request with more inputs has a call of its own.
+_MOST_INPUTS = 256
 # A group of this many requests leaves at once, without waiting for another call to return.
 _WORTH_A_CALL = 16
 # The longest time that a request waits to leave.
@@ -63,6 +65,7 @@ class _Group:
     leaving: asyncio.Handle  # the next check whether the group leaves
     members: list[_Waiting] = field(default_factory=list)
     num_tokens: int = 0
+    num_inputs: int = 0
     num_waiting: int = 0
     sending: "asyncio.Task[None] | None" = None
 
@@ -94,22 +97,23 @@ class Outbox:
         Args:
             send: sends several requests, each with its ticket, as one call. An error among the answers concerns one caller only.
             most_tokens: the most tokens of a call. All requests of a call are answered when the last one is finished.
-            has_room: whether a small call may leave while the given number of calls is in flight.
+            has_room: whether a small call may leave while the given number of joint calls is in flight.
         """
         self._send, self._most_tokens, self._has_room = send, most_tokens, has_room
         self._groups: dict[_Kind, _Group] = {}  # groups that have not left
-        self._under_way = Counter[_Kind]()  # the number of calls without an answer
+        self._under_way = Counter[_Kind]()  # the number of joint calls without an answer
 
     async def put(self, call: ReplicaCall, ticket: Ticket) -> Embeddings:
         """Sends one request and waits for its result. The call is cancelled when all callers in it have cancelled.
 
         Raises: the request's own error, or an error that `send` raises.
         """
-        _, _, qos = call
-        group = self._group_for((ticket.batch, qos.owner), ticket.num_tokens)
+        sequences, _, qos = call
+        group = self._group_for((ticket.batch, qos.owner), ticket.num_tokens, len(sequences))
         waiting = _Waiting(call, ticket, asyncio.get_running_loop().create_future())
         group.members.append(waiting)
         group.num_tokens += ticket.num_tokens
+        group.num_inputs += len(sequences)
         group.num_waiting += 1
         if len(group.members) == _WORTH_A_CALL:
             self._check_soon(group)
@@ -121,15 +125,19 @@ class Outbox:
                 group.sending.cancel()  # does nothing if the call has ended
             del waiting, group  # an error refers to this frame, and both refer to the error
 
-    def _group_for(self, kind: _Kind, num_tokens: int) -> _Group:
+    def _group_for(self, kind: _Kind, num_tokens: int, num_inputs: int) -> _Group:
         loop, group = asyncio.get_running_loop(), self._groups.get(kind)
-        if group is not None and (group.num_tokens + num_tokens > self._most_tokens() or len(group.members) == _MOST_CALLS):
+        if group is not None and not self._is_joint(group.num_tokens + num_tokens, group.num_inputs + num_inputs):
             self._leave(group)
             group = None
         if group is None:
             group = _Group(kind, loop.time() + _MOST_WAIT_S, loop.call_soon(self._check, kind))
             self._groups[kind] = group
         return group
+
+    def _is_joint(self, num_tokens: int, num_inputs: int) -> bool:
+        """Whether a call of this size is a joint call, or could become one. A larger call is one large request."""
+        return num_tokens <= self._most_tokens() and num_inputs <= _MOST_INPUTS
 
     def _check_soon(self, group: _Group) -> None:
         """Checks at the end of this turn of the event loop instead of at the time set before."""
@@ -140,7 +148,7 @@ class Outbox:
         """Sends the group if it is large or if a replica is idle; otherwise later, when the group is due."""
         group = self._groups[kind]
         is_much = len(group.members) >= _WORTH_A_CALL or group.num_tokens >= self._most_tokens()
-        if is_much or self._has_room(self._under_way[kind]):
+        if is_much or group.num_inputs >= _MOST_INPUTS or self._has_room(self._under_way[kind]):
             self._leave(group)
         else:
             group.leaving = asyncio.get_running_loop().call_at(group.due, self._leave, group)
@@ -150,10 +158,11 @@ class Outbox:
         del self._groups[group.kind]
         group.members = [each for each in group.members if not each.answer.done()]
         if group.members:
-            self._under_way[group.kind] += 1
             # In a new context, so that one request's id is not used for the other requests.
             group.sending = asyncio.get_running_loop().create_task(self._deliver(group), context=Context())
-            group.sending.add_done_callback(lambda _: self._returned(group.kind))
+            if self._is_joint(group.num_tokens, group.num_inputs):
+                self._under_way[group.kind] += 1
+                group.sending.add_done_callback(lambda _: self._returned(group.kind))
 
     def _returned(self, kind: _Kind) -> None:
         self._under_way[kind] -= 1

@@ -21,6 +21,7 @@ from engine.heads.ragged import SPARSE
 from engine.loop import EngineLoop
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions
+from engine.schedule.queue import MOST_SEQS
 from engine.schedule.request import Request
 
 DEVICES = [
@@ -108,7 +109,7 @@ def test_a_head_that_is_stored_twice_is_the_tied_one(tiny: Callable[..., Path], 
 
 def test_a_pass_has_so_many_sequences_that_their_vectors_fit(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(tiny("bert_lm"), dtype="float32", device="cpu", pooling="splade")
-    assert engine.max_batch_seqs == (128 << 20) // (4 * 304)
+    assert engine.max_batch_seqs == MOST_SEQS
     monkeypatch.setattr(splade, "_VECTOR_BYTES", 3 * 4 * 304)
     batches: list[int] = []
     launch = engine.launch

@@ -8,6 +8,7 @@ import pytest
 from engine.options import SamplingOptions
 from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.pages import Pages
+from engine.schedule.queue import MOST_SEQS
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.stream import Stream
 
@@ -16,7 +17,7 @@ BUDGET = 8192
 
 def scheduler(num_streams: int, step_s: float) -> Scheduler:
     """A scheduler with streams whose prompts are computed. Its measured rate is `step_s` seconds for a step."""
-    made = Scheduler(BUDGET, None, 3, threading.RLock(), Pages(2000, PAGE_SIZE), cohort_size=64)
+    made = Scheduler(BUDGET, MOST_SEQS, 3, threading.RLock(), Pages(2000, PAGE_SIZE), cohort_size=64)
     for seed in range(num_streams):
         made.add(Stream(np.arange(10, dtype=np.int32), SamplingOptions(500, 0.0), seed))
     one_pass(made, 0.0)

@@ -19,9 +19,10 @@ from serve_app.gateway.parcel import Answer, ReplicaCall
 MOST_TOKENS = 512
 
 
-def call(name: int, num_tokens: int = 8, batch: bool = False, owner: str = "") -> tuple[ReplicaCall, Ticket]:
+def call(name: int, num_tokens: int = 8, batch: bool = False, owner: str = "", num_inputs: int = 1) -> tuple[ReplicaCall, Ticket]:
     ids = np.full(num_tokens, name, dtype=np.int32)
-    return ([ids], EmbedOptions(), replace(DEFAULT_QOS, owner=owner)), next_ticket(num_tokens, num_tokens, batch)
+    qos = replace(DEFAULT_QOS, owner=owner)
+    return ([ids] * num_inputs, EmbedOptions(), qos), next_ticket(num_tokens * num_inputs, num_tokens, batch)
 
 
 def answer_of(given: ReplicaCall) -> Embeddings:
@@ -109,6 +110,35 @@ def test_a_call_carries_so_many_tokens_at_most() -> None:
         outbox = outbox_to(replica.send)
         await asyncio.gather(*(outbox.put(*call(name, 100)) for name in range(12)))
         assert [(count, ticket.num_tokens) for count, ticket in replica.sent] == [(5, 500), (5, 500), (2, 200)]
+
+    run(test)
+
+
+def test_a_call_carries_so_many_inputs_at_most() -> None:
+    async def test() -> None:
+        replica = Replica()
+        outbox = outbox_to(replica.send)
+        await asyncio.gather(*(outbox.put(*call(name, 1, num_inputs=count)) for name, count in enumerate((200, 56, 1, 300, 1))))
+        assert [(count, ticket.num_tokens) for count, ticket in replica.sent] == [(2, 256), (1, 1), (1, 300), (1, 1)]
+
+    run(test)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_inputs"), [(MOST_TOKENS + 1, 1), (1, 257)])
+def test_nothing_waits_for_a_large_request(num_tokens: int, num_inputs: int, endless_wait: None) -> None:
+    async def test() -> None:
+        replica = Replica(hold=True)
+        outbox = outbox_to(replica.send, most_calls=1)
+        large = [asyncio.ensure_future(outbox.put(*call(name, num_tokens, num_inputs=num_inputs))) for name in range(3)]
+        await asyncio.sleep(0.01)
+        short = asyncio.ensure_future(outbox.put(*call(4)))
+        await asyncio.sleep(0.01)
+        assert len(replica.sent) == 4
+        joint = asyncio.ensure_future(outbox.put(*call(5)))
+        await asyncio.sleep(0.01)
+        assert len(replica.sent) == 4, "while the short request has a call, the next one waits for it"
+        replica.go.set()
+        await asyncio.gather(*large, short, joint)
 
     run(test)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from engine.errors import DeadlinePassed
 from engine.options import EmbedOptions, Priority
-from engine.schedule.queue import BATCH_WAITS_S, Queue
+from engine.schedule.queue import BATCH_WAITS_S, MOST_SEQS, Queue
 from engine.schedule.request import Request, Slice
 from engine.schedule.scheduler import Scheduler
 
@@ -29,7 +29,7 @@ def request(
     return Request(sequences, EmbedOptions(), priority=priority, owner=owner, deadline=deadline, submitted_at=at)
 
 
-def filled(requests: Sequence[Request], budget: int, most: int | None = None) -> Queue:
+def filled(requests: Sequence[Request], budget: int, most: int = MOST_SEQS) -> Queue:
     queue = Queue(budget, most)
     for each in requests:
         queue.add(each)
@@ -437,7 +437,7 @@ def test_a_deadline_passes_wherever_in_the_queue_a_request_waits(priority: Prior
 
 
 def test_a_sequence_to_compute_again_is_scheduled_though_all_that_waits_is_late() -> None:
-    scheduler = Scheduler(64, None, 1, RLock())
+    scheduler = Scheduler(64, MOST_SEQS, 1, RLock())
     scheduler.add(request([5]))
     (part,) = scheduler.schedule(0.0)
     late = request([5], deadline=perf_counter() + 60)
