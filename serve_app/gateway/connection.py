@@ -62,7 +62,9 @@ class PoolConnection:
         self._wires: dict[str, Wire] = {}  # by replica
         self._no_wire_until: dict[str, float] = {}  # by replica
         self._met = set[str]()  # the replicas that have accepted a wire
-        self._channels: dict[str, Channel] = {}  # by replica
+        # By replica, and whether the channel uses a wire. A gateway that has just started may begin streams before it knows a
+        # replica's address. These streams stay on Serve's connection, and later ones use a wire.
+        self._channels: dict[tuple[str, bool], Channel] = {}
         self._lost_at: dict[str, float] = {}  # the last time at which a replica lost a stream
 
     async def connect(self) -> None:
@@ -218,12 +220,12 @@ class PoolConnection:
         if replica is None:
             return
         self.load.routed(replica, ticket)
-        if replica not in self._channels:
-            wire = await self._wire_to(replica)
-            if replica not in self._channels:  # unless another stream has opened a channel in the meantime
-                self._channels[replica] = self._open_channel(self._handle, replica, wire)
+        wire = await self._wire_to(replica)
+        key = replica, wire is not None
+        if key not in self._channels:
+            self._channels[key] = self._open_channel(self._handle, replica, wire)
         try:
-            await self._channels[replica].compute(stream, partial(self._begun, ticket))
+            await self._channels[key].compute(stream, partial(self._begun, ticket))
             if isinstance(self.load, StreamLoad) and not stream.future.cancelled():
                 self.load.answered(ticket, page_hashes(stream.ids) if ticket.pages else (), len(stream.answer))
         except LOST as error:
@@ -275,7 +277,7 @@ class PoolConnection:
             return remote(method, channel_id, ticket=next_ticket(0, 0, batch=False, replica=replica))
 
         def forget() -> None:
-            del self._channels[replica]
+            del self._channels[replica, wire is not None]
 
         def has_other() -> bool:
             others = set(self.load.replicas) - {replica}

@@ -484,7 +484,7 @@ def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_l
         assert (len(asked), waiting.done()) == (1, False)
         pool.load.update({"dead": Report(2.0), "new": Report(1.0)}, now=monotonic())
         await waiting
-        assert (asked, list(pool._channels)) == ([first, second], ["dead", "new"])
+        assert (asked, list(pool._channels)) == ([first, second], [("dead", False), ("new", False)])
         pool.load.update({"dead": Report(9.0)}, now=monotonic() + 5)  # the replica lives: only its network had failed
         await compute(first)
 

@@ -401,6 +401,34 @@ def test_a_gateway_that_is_gone_ends_its_streams(stream: RunStreams) -> None:
     stream(scenario)
 
 
+def test_later_streams_use_a_wire_that_the_first_ones_did_not_know(stream: RunStreams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that has just started may know a replica before its address."""
+
+    class ThroughServe:
+        async def compute(self, stream: Stream, _: Any) -> None:
+            early.append(stream)
+            await asyncio.Future()
+
+    early: list[Stream] = []
+
+    async def scenario(replica: Generates) -> None:
+        open_channel = replica.pool._open_channel
+        monkeypatch.setattr(
+            replica.pool, "_open_channel", lambda *given: ThroughServe() if given[-1] is None else open_channel(*given)
+        )
+        replica.pool.load.update({"it": Report(monotonic(), pages=100)}, now=monotonic())
+        first = Begun(replica, [1], SamplingOptions(max_tokens=5))
+        await until(lambda: early == [first.stream])
+        replica.reports("it")
+        (second,) = await replica.begin([2])
+        replica.model.compute(EOS)
+        await second.over
+        assert (early, first.over.done()) == ([first.stream], False)
+        first.over.cancel()
+
+    stream(scenario)
+
+
 def test_streams_of_a_replica_that_stops_move_if_there_is_another(stream: RunStreams) -> None:
     async def scenario(replica: Generates) -> None:
         replica.reports("it", "other")
@@ -425,7 +453,7 @@ def test_streams_of_a_replica_that_stops_do_not_move_to_a_silent_one(stream: Run
         replica.model.compute(EOS)
         await begun.over
         assert begun.answer().finish_reason == "stop"
-        replica.pool._channels["it"]._reading.cancel()  # an idle channel ends like this
+        replica.pool._channels["it", True]._reading.cancel()  # an idle channel ends like this
         await asyncio.wait_for(closing, 5)
 
     stream(scenario)
@@ -445,7 +473,7 @@ def test_streams_of_a_replica_that_stops_finish_there_if_it_is_the_only_one(stre
         assert not closing.done()
         new.stream.future.cancel()
         await new.over
-        replica.pool._channels["it"]._reading.cancel()  # an idle channel ends like this
+        replica.pool._channels["it", True]._reading.cancel()  # an idle channel ends like this
         await asyncio.wait_for(closing, 5)
 
     stream(scenario)
