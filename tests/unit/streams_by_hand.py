@@ -52,6 +52,9 @@ class Begun:
         self.stream.on_token = self.heard.append
         self.stream.on_pass = lambda: self.heard.append("pass")
         self.over = asyncio.ensure_future(channel.compute(self.stream, self.begun.append))
+        # Otherwise asyncio prints the error of a stream for which its test does not wait, whenever garbage is collected. In the
+        # middle of Python's parser such a traceback breaks the parser (github.com/python/cpython/issues/106905).
+        self.over.add_done_callback(lambda over: over.cancelled() or over.exception())
 
     def answer(self) -> Answer:
         answer: Answer = self.stream.future.result(0)

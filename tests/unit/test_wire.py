@@ -425,6 +425,7 @@ def test_later_streams_use_a_wire_that_the_first_ones_did_not_know(stream: RunSt
         await second.over
         assert (early, first.over.done()) == ([first.stream], False)
         first.over.cancel()
+        await asyncio.wait({first.over})
 
     stream(scenario)
 
