@@ -52,16 +52,24 @@ class Pages:
 
         The last token is never matched: a sequence has to compute one token to get its logits.
         """
+        pages = self._kept(ids)
+        for page in pages:
+            self._num_holders[page] += 1
+            self._unheld.pop(page, None)
+            self._inner.pop(page, None)
+        return pages
+
+    def num_kept_tokens(self, ids: bytes | TokenIds) -> int:
+        """The number of tokens of the pages that `match` would find."""
+        return len(self._kept(ids)) * self.page_size
+
+    def _kept(self, ids: bytes | TokenIds) -> list[int]:
         pages: list[int] = []
         for tokens in self._cut(ids, spared=1):
             page = self._by_tokens.get((pages[-1] if pages else _ROOT, tokens))
             if page is None:
                 break
             pages.append(page)
-        for page in pages:
-            self._num_holders[page] += 1
-            self._unheld.pop(page, None)
-            self._inner.pop(page, None)
         return pages
 
     def take(self, count: int) -> list[int] | None:

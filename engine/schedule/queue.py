@@ -6,7 +6,8 @@ requests of each owner: in each round an owner, or a request, takes a quarter of
 quarter of a pass of each other owner, even if they have sent much more. Without API keys all requests have one owner.
 
 A short request, which fits into one turn, comes before its owner's large requests. So it waits for one pass or two, not for a
-turn of each large request in the queue. Large requests get a quarter of the tokens while short ones wait.
+turn of each large request in the queue. Large requests get a quarter of the tokens while short ones wait. Tokens of a prompt that
+are in the cache do not count, so the next message of a long chat is a short request.
 
 If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
 """
@@ -196,8 +197,11 @@ class _Priority:
         self.num_inputs += request.num_inputs
         self._count_requests(line, 1)
         request.turn = 0 if first else self._new_turn()
-        if first or request.waiting_tokens <= self.quantum:
-            line.set_first_turn(request, min(request.waiting_tokens, self.quantum))
+        to_compute = request.waiting_tokens
+        if to_compute > self.quantum:  # for a shorter request the lookup would change nothing
+            to_compute = request.num_uncached_tokens
+        if first or to_compute <= self.quantum:
+            line.set_first_turn(request, min(to_compute, self.quantum))
             (line.short.appendleft if first else line.short.append)(request)
         else:
             line.requests.append(request)

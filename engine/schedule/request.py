@@ -63,6 +63,11 @@ class Waiting(ABC):
         """Tokens that passes have to compute before the result, or before the first token of an answer."""
 
     @property
+    def num_uncached_tokens(self) -> int:
+        """`num_tokens` without those that are in the cache now."""
+        return self.num_tokens
+
+    @property
     @abstractmethod
     def num_inputs(self) -> int:
         """Sequences that no pass has taken."""

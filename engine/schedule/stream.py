@@ -265,6 +265,13 @@ class Stream(Waiting):
         return len(self.prompt) + self.num_chosen - self.num_computed
 
     @property
+    def num_uncached_tokens(self) -> int:
+        # As in `prepare`: a prompt whose tokens get scores is computed as a whole.
+        if self.pages or self.pool is None or not self._is_scored:
+            return self.num_tokens
+        return self.num_tokens - self.pool.num_kept_tokens(self.ids)
+
+    @property
     def num_inputs(self) -> int:
         return int(self.waiting_tokens > 0)
 

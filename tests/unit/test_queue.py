@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.errors import DeadlinePassed
-from engine.options import EmbedOptions, Priority
+from engine.options import EmbedOptions, Priority, SamplingOptions, TokenIds
+from engine.schedule.pages import Pages
 from engine.schedule.queue import BATCH_WAITS_S, MOST_SEQS, Queue
 from engine.schedule.request import Request, Slice
 from engine.schedule.scheduler import Scheduler
+from engine.schedule.stream import Stream
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
 arrivals = st.lists(lengths, max_size=12)
@@ -434,6 +436,33 @@ def test_a_deadline_passes_wherever_in_the_queue_a_request_waits(priority: Prior
     for each in (started, late):
         with pytest.raises(DeadlinePassed):
             each.future.result(0)
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_a_long_prompt_in_the_cache_is_a_short_request(is_evicted: bool) -> None:
+    pages, history = Pages(200, 4), np.arange(40, dtype=np.int32)
+    pages.keep(held := pages.take(10) or [], history)
+    pages.release(held)
+
+    def stream(ids: TokenIds) -> Stream:
+        made = Stream(ids, SamplingOptions(5, 0.0), 0)
+        made.pool = pages
+        return made
+
+    queue = Queue(16)  # a turn has four tokens, but no slice of a prompt is cut at the end of a turn
+    others = [stream(np.arange(first, first + 30, dtype=np.int32)) for first in range(100, 900, 100)]
+    chat = stream(np.concatenate((history, np.array([7, 8], np.int32))))
+    for each in (*others, chat):
+        queue.add(each)
+    if is_evicted:
+        pages.forget()
+    (part,) = [part for part in queue.schedule(0.0) if part.request is chat]
+    assert (part.start, part.stop) == ((0, 16) if is_evicted else (40, 42))
+    later = [part for _ in range(2) for part in queue.schedule(0.0) if part.request is chat]
+    assert later == [], "after its first turn it waits like any large request"
+    while queue.schedule(0.0):
+        pass
+    assert (queue.num_tokens, chat.waiting_tokens) == (0, 0)
 
 
 def test_a_sequence_to_compute_again_is_scheduled_though_all_that_waits_is_late() -> None:
