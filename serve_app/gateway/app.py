@@ -10,6 +10,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from cluster.applied import RayStore
+from cluster.inventory import available_cpus
 from cluster.listening import keep_private, limit_messages
 from cluster.router import is_deaf
 from cluster.updates import ask_controller, keep_listening
@@ -28,8 +29,8 @@ from serve_app.observe.process import observe_process, publish
 log = logging.getLogger(__name__)
 
 _TELL_TIMEOUT_S = 5.0
-# The threads of the tokenizers library in a gateway. By default each gateway of a machine has one for each core. When 500 large
-# requests came at once, health checks then waited up to 142 ms instead of 14 ms (docs/decisions/065).
+# The most threads of the tokenizers library in a gateway. By default each gateway of a machine has one for each core. Then health
+# checks waited up to 142 ms beside 500 large requests, and 14 ms with four threads (docs/decisions/065).
 _LIBRARY_THREADS = 4
 
 
@@ -39,7 +40,7 @@ class Gateway(TeiServicer):
     def __init__(self, args: GatewayArgs, facts: Facts) -> None:
         observe_process("gateway")
         switch_often()
-        os.environ.setdefault("RAYON_NUM_THREADS", str(_LIBRARY_THREADS))
+        os.environ.setdefault("RAYON_NUM_THREADS", str(min(_LIBRARY_THREADS, available_cpus())))
         collect_seldom()
         keep_little()
         keep_private()
