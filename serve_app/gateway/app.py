@@ -10,7 +10,6 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from cluster.applied import RayStore
-from cluster.inventory import available_cpus
 from cluster.listening import keep_private, limit_messages
 from cluster.router import is_deaf
 from cluster.updates import ask_controller, keep_listening
@@ -40,7 +39,7 @@ class Gateway(TeiServicer):
     def __init__(self, args: GatewayArgs, facts: Facts) -> None:
         observe_process("gateway")
         switch_often()
-        os.environ.setdefault("RAYON_NUM_THREADS", str(min(_LIBRARY_THREADS, available_cpus())))
+        os.environ.setdefault("RAYON_NUM_THREADS", str(min(_LIBRARY_THREADS, os.cpu_count() or 1)))
         collect_seldom()
         keep_little()
         keep_private()
