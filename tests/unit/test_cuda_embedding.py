@@ -17,6 +17,7 @@ from engine.options import EmbedOptions
 from engine.run import cuda, cuda_embedding, cuda_pipeline, stage_layers, tune
 from engine.run.cuda_embedding import EmbeddingPipeline, EmbeddingStage
 from engine.run.runner import CpuRunner
+from engine.schedule.queue import MOST_SEQS
 
 SEQUENCES = [np.array(ids, np.int32) for ids in prompts((1, 200, 128, 7))]
 
@@ -64,7 +65,7 @@ def test_passes_give_the_vectors_and_tokens_of_the_stages(
 
 def test_tuning_finds_a_budget_and_no_graphs(staged: Callable[[int], tuple[EmbeddingPipeline, Engine]]) -> None:
     ours, engine = staged(2)
-    assert tune.tune(ours, engine.config, torch.float32, 512, None) == 512
+    assert tune.tune(ours, engine.config, torch.float32, 512, MOST_SEQS) == 512
     assert ours.max_graph_tokens == 0
     assert len(ours.graphs) == 0
 

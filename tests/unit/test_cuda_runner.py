@@ -27,6 +27,7 @@ from engine.run.graphs import Graphs
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.run.runner import CpuRunner
+from engine.schedule.queue import MOST_SEQS
 
 CPU = torch.device("cpu")
 
@@ -292,36 +293,36 @@ def test_the_budget_follows_from_the_model(
 ) -> None:
     monkeypatch.setattr(tune, "body_parameters", lambda config: parameters)
     for _ in range(2):
-        assert tune.tune(made()[0], config(), dtype, None, None) == budget
-    assert tune.tune(made()[0], config(), dtype, 3000, None) == 3000
+        assert tune.tune(made()[0], config(), dtype, None, MOST_SEQS) == budget
+    assert tune.tune(made()[0], config(), dtype, 3000, MOST_SEQS) == 3000
 
 
 def test_a_budget_that_does_not_fit_is_halved(made: Made, small: None) -> None:
     ours, _, model = made()
     model.room = 5000
-    assert tune.tune(ours, config(), torch.bfloat16, None, None) == 4096
+    assert tune.tune(ours, config(), torch.bfloat16, None, MOST_SEQS) == 4096
     model.room = 100
     with pytest.raises(OutOfMemory, match="does not fit beside the weights"):
-        tune.tune(ours, config(), torch.bfloat16, None, None)
+        tune.tune(ours, config(), torch.bfloat16, None, MOST_SEQS)
 
 
 def test_a_slow_card_gets_a_smaller_budget(made: Made, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, _ = made()
     monkeypatch.setattr(Event, "elapsed_time", lambda self, end: 300.0)
-    assert tune.tune(ours, config(), torch.bfloat16, None, None) == 1024
+    assert tune.tune(ours, config(), torch.bfloat16, None, MOST_SEQS) == 1024
 
 
 def test_the_longest_input_is_what_fits(made: Made, small: None) -> None:
     ours, _, model = made()
     model.room = 20_000
-    assert tune.tune(ours, config(max_input_length=65_536), torch.bfloat16, 2048, None) == 2048
+    assert tune.tune(ours, config(max_input_length=65_536), torch.bfloat16, 2048, MOST_SEQS) == 2048
     assert ours.longest_input == 16_384
 
 
 def test_graphs_are_captured_at_load_the_largest_first(made: Made, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _, _ = made()
     monkeypatch.setattr(tune._Trials, "_find_graph_limit", lambda self: 1024)
-    tune.tune(ours, config(), torch.bfloat16, None, None)
+    tune.tune(ours, config(), torch.bfloat16, None, MOST_SEQS)
     capturer: Capturer = ours.graphs._capture  # type: ignore[assignment]
     sizes = [shape.num_tokens for shape, _ in capturer.captured]
     assert sizes == sorted(sizes, reverse=True)
@@ -338,7 +339,7 @@ def test_graphs_are_captured_at_load_the_largest_first(made: Made, small: None, 
 
 def test_without_our_attention_there_are_no_graphs(made: Made, small: None) -> None:
     ours, _, _ = made(tiled=False)
-    tune.tune(ours, config(), torch.bfloat16, None, None)
+    tune.tune(ours, config(), torch.bfloat16, None, MOST_SEQS)
     assert ours.max_graph_tokens == len(ours.graphs) == 0
 
 
