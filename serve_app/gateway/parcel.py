@@ -55,7 +55,8 @@ class Parcel:
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
-        return [self.token_ids[part] for part in _parts(self.lengths)], self.options, self.qos
+        ids, ends = self.token_ids, accumulate(self.lengths, initial=0)  # without `_parts`, in two thirds of the time
+        return [ids[start:stop] for start, stop in pairwise(ends)], self.options, self.qos
 
     def calls(self, after_s: float = 0.0) -> list[ReplicaCall]:
         """Each call separately, `after_s` seconds after the parcel came."""
