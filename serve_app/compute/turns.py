@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 
-# A small request takes six to eight rounds. With a piece of large work in each of them it would wait for as many pieces. A round
+# A small request takes about ten rounds. With a piece of large work in each of them it would wait for as many pieces. A round
 # without work takes microseconds.
 _ROUNDS = 4
 
