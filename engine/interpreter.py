@@ -1,4 +1,4 @@
-"""How often the threads of a process take turns in Python's interpreter."""
+"""Sets how often the threads of a process take turns in Python's interpreter."""
 
 import sys
 

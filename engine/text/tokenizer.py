@@ -320,7 +320,10 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer error {error}") from error
 
     def _with_specials(self, contents: Sequence[list[int]], options: EncodeOptions) -> Iterator[TokenIds]:
-        """The ids of each text with special tokens around them: parts of one array, because an array for each takes 1 us."""
+        """Returns the ids of each text with special tokens around them.
+
+        All results are parts of one array, because an array for each text would take 1 us.
+        """
         room = self._limit(options) - self.num_special
         ids, ends = list[int](), [0]
         for content in contents:

@@ -147,8 +147,8 @@ class Outbox:
     def _check(self, kind: _Kind) -> None:
         """Sends the group if it is large or if a replica is idle; otherwise later, when the group is due."""
         group = self._groups[kind]
-        is_much = len(group.members) >= _WORTH_A_CALL or group.num_tokens >= self._most_tokens()
-        if is_much or group.num_inputs >= _MOST_INPUTS or self._has_room(self._under_way[kind]):
+        is_full = group.num_tokens >= self._most_tokens() or group.num_inputs >= _MOST_INPUTS
+        if is_full or len(group.members) >= _WORTH_A_CALL or self._has_room(self._under_way[kind]):
             self._leave(group)
         else:
             group.leaving = asyncio.get_running_loop().call_at(group.due, self._leave, group)

@@ -55,7 +55,7 @@ class Parcel:
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
-        ids, ends = self.token_ids, accumulate(self.lengths, initial=0)  # without `_parts`, in two thirds of the time
+        ids, ends = self.token_ids, accumulate(self.lengths, initial=0)  # `_parts` would take half as long again
         return [ids[start:stop] for start, stop in pairwise(ends)], self.options, self.qos
 
     def calls(self, after_s: float = 0.0) -> list[ReplicaCall]:
