@@ -187,7 +187,7 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
     read, cached = layers + head, streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time. A
-    # weight in 4 bits is multiplied in bf16.
+    # weight in codes is multiplied in bf16.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
     if not node.cards:
         return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s

@@ -17,8 +17,8 @@ from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Pipeline, Plan
 from cluster.throughput import Basis, speed_of
 from engine.devices import DTYPES, DtypeName
 from engine.model.config import ModelConfig
-from engine.model.footprint import HOST_BYTES, keeps_four_bits, num_quantized
-from engine.model.quantized.four_bits import in_four_bits
+from engine.model.footprint import HOST_BYTES, most_bits_kept, num_quantized
+from engine.model.quantized.kept import in_codes
 from engine.model.slower_in_8_bits import slower_in_8_bits
 
 FILE_HEADER = """\
@@ -220,16 +220,17 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
     dequantised = f"dequantised at load, so it takes the memory of {dtype}"
-    values, _ = in_four_bits(shape.quantization, all_values := num_quantized(shape), shape.layers)
-    if not keeps_four_bits(shape, DTYPES[dtype]) or not values:
+    most_bits = most_bits_kept(shape, DTYPES[dtype])
+    values, _ = in_codes(shape.quantization, all_values := num_quantized(shape), shape.layers, most_bits)
+    if not values:
         return f"it is {dequantised}"
     if values < all_values:
         share = 100 * values // all_values
-        kept = f"GPUs keep {share} % of the layers' values in 4 bits and"
+        kept = f"GPUs keep {share} % of the layers' values in their bits and"
         if dtype == "int4":
             return f"{kept} round the others to 4 bits"
         return f"{kept} dequantise the others; on a CPU it is {dequantised}"
-    return f"GPUs keep it in 4 bits, on a CPU it is {dequantised}"
+    return f"GPUs keep it in its bits, on a CPU it is {dequantised}"
 
 
 def failure(plan: Plan) -> str:

@@ -88,8 +88,8 @@ def has_native_bf16(device: torch.device) -> bool:
     return bool({"amx_bf16", "avx512_bf16", "bf16"} & cpu_flags())  # ARM calls it bf16
 
 
-def has_four_bits(device: torch.device) -> bool:
-    """Whether the device is a GPU that multiplies with matrices in 4 bits."""
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether the device is a GPU whose kernels multiply with matrices in codes."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[INT4]
 
 

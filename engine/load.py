@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.devices import choose_device, choose_dtype, compute_dtype, current, has_four_bits
+from engine.devices import choose_device, choose_dtype, compute_dtype, current, multiplies_codes
 from engine.errors import ModelError
 from engine.heads.base import Outputs, VectorHead
 from engine.heads.chunks import ChunkHead
@@ -157,7 +157,7 @@ def load_layers(folder: Path, config: ModelConfig, dtype: torch.dtype, device: t
 
 def _prepare_for(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
-    checkpoint.keeps_four_bits = memory.keeps_four_bits(config, dtype) and has_four_bits(device)
+    checkpoint.most_bits_kept = memory.most_bits_kept(config, dtype) if multiplies_codes(device) else 0
 
 
 def _elsewhere(config: ModelConfig) -> tuple[str, ...]:

@@ -109,7 +109,17 @@ def random_blocks(shape: Sequence[int], kind: GGMLQuantizationType, seed: int) -
 
     The `gguf` package cannot quantise to the types whose scales are quantised, too.
     """
-    numbers = {"Q4_0": {0: 0.006}, "Q4_1": {0: 0.006, 2: -0.045}, "Q4_K": {0: 1.5e-4, 2: 1.1e-3}, "Q6_K": {208: 2e-5}}
+    numbers = {
+        "Q4_0": {0: 0.006},
+        "Q4_1": {0: 0.006, 2: -0.045},
+        "Q4_K": {0: 1.5e-4, 2: 1.1e-3},
+        "Q5_0": {0: 0.003},
+        "Q5_1": {0: 0.003, 2: -0.047},
+        "Q5_K": {0: 7.3e-5, 2: 1.1e-3},
+        "Q6_K": {208: 2e-5},
+        "Q8_0": {0: 4e-4},
+        "IQ4_XS": {0: 2.5e-5},
+    }
     random = np.random.default_rng(seed)
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (shape[0], shape[1] // values, num_bytes), np.uint8)

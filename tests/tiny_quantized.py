@@ -257,6 +257,7 @@ FORMS: dict[str, Form] = {
     "gptq channel": gptq(-1),
     "gptq desc_act": gptq(32, desc_act=True),
     "gptq int8": gptq(128, bits=8),
+    "gptq int8 symmetric": gptq(128, bits=8, symmetric=True),
     "gptq int8 desc_act v2": gptq(32, bits=8, version=2, desc_act=True),
 }
 

@@ -8,11 +8,11 @@ from engine.kernels.activation import geglu, gelu, swiglu
 from engine.kernels.attention import attention
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.embed import embed
-from engine.kernels.four_bits import Packed
 from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
-from engine.kernels.linear4 import linear4, linear4_add, linear4_swiglu
 from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
+from engine.kernels.linear_packed import linear_packed, linear_packed_add, linear_packed_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
+from engine.kernels.packed import Packed
 from engine.kernels.paged_attention import paged_attention
 from engine.kernels.pool import pool_finish, pool_mean
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
@@ -23,7 +23,7 @@ Weight = MaybeQuantized | Packed  # of a layer
 
 __all__ = [
     "MaybeQuantized", "Packed", "Quantized", "Weight", "attention", "attention_decode", "choices_of", "embed", "geglu", "gelu",
-    "interleaved", "layer_norm", "linear", "linear4", "linear4_add", "linear4_swiglu", "linear8", "linear8_add", "linear8_swiglu",
-    "linear_add", "linear_swiglu", "norm_rope", "paged_attention", "pool_finish", "pool_mean", "quantize_weight", "rms_norm",
-    "rope", "rope_store", "sample", "swiglu",
+    "interleaved", "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_packed",
+    "linear_packed_add", "linear_packed_swiglu", "linear_swiglu", "norm_rope", "paged_attention", "pool_finish", "pool_mean",
+    "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
 ]  # fmt: skip

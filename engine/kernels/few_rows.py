@@ -12,9 +12,10 @@ import torch
 from cuda.core import TensorMapDescriptor
 from torch import Tensor
 
-from engine.kernels.four_bits import STRIP, Packed, chunk_of, record_bytes
+from engine.codes import STRIP, Form
 from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
+from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 32
@@ -53,14 +54,14 @@ WIDENED = {torch.float8_e4m3fn: 5}  # the macro OPERANDS, by W's dtype, for x in
 
 def box_of(weight: Tensor | Packed, x: torch.dtype) -> Box:
     if isinstance(weight, Packed):
-        return box_of_codes(weight.group, weight.has_zeros)
+        return box_of_codes(weight.form)
     if weight.element_size() == 2:
         return IN_16_BITS
     return IN_8_BITS if x.itemsize == 1 else ONLY_W_IN_8_BITS
 
 
-def box_of_codes(group: int, has_zeros: bool) -> Box:
-    return Box(chunk_of(group), record_bytes(group, has_zeros), 2 * chunk_of(group))
+def box_of_codes(form: Form) -> Box:
+    return Box(form.chunk, form.record_bytes, 2 * form.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
     most = _MOST_ROWS_OF_TENSORS if isinstance(weight, Tensor) else MOST_ROWS
+    if isinstance(weight, Packed) and not _takes(weight.form):
+        return None
     if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight, x.dtype))
@@ -132,7 +135,8 @@ def few_rows(
 
     Args:
         x: [M, K], M up to MOST_ROWS. The row stride is a multiple of 16 bytes.
-        weight: [N, K]. Both are bf16, or without a norm e4m3 or int8. A weight in 4 bits or in e4m3 also takes x in bf16.
+        weight: [N, K]. Both are bf16, or without a norm e4m3 or int8. A packed weight of 4 bits takes x in bf16, and so may a
+            weight in e4m3.
         shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
         followed_by, residual, row_scale, column_scale: as in `gemm_hopper`. x in bf16 has no `row_scale`.
     """
@@ -165,18 +169,22 @@ def _kernel(
 def _operands(weight: Tensor | Packed, x: torch.dtype) -> tuple[tuple[str, int], ...]:
     """The macros of the operands' dtypes."""
     if isinstance(weight, Packed):
-        return codes_operands(weight.group, weight.has_zeros, weight.has_mins)
+        return codes_operands(weight.form)
     return (("OPERANDS", OPERANDS[x] if x == weight.dtype else WIDENED[weight.dtype]),)
 
 
-def codes_operands(group: int, has_zeros: bool, has_mins: bool = False) -> tuple[tuple[str, int], ...]:
-    return (("OPERANDS", 4), ("GROUP", group), ("ZEROS", int(has_zeros)), ("MINS", int(has_mins)))
+def codes_operands(form: Form) -> tuple[tuple[str, int], ...]:
+    return (("OPERANDS", 4), *form.defines.items())
+
+
+def _takes(form: Form) -> bool:
+    return form.bits == 4 and not form.is_float and form.group >= 32
 
 
 def _weight_map(weight: Tensor | Packed, block_n: int) -> TensorMapDescriptor:
     if isinstance(weight, Packed):
         records = weight.records.flatten(1).view(torch.int64)
-        return plain_map(records, (block_n // STRIP, record_bytes(weight.group, weight.has_zeros) // 8))
+        return plain_map(records, (block_n // STRIP, weight.form.record_bytes // 8))
     return tensor_map(weight, (block_n,))
 
 

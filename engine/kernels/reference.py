@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.codes import Form
 from engine.kernels.cache8 import Cache8
 
 
@@ -148,29 +149,39 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return matrix
 
 
-def unpack4(records: Tensor, group: int, has_zeros: bool, dtype: torch.dtype, has_mins: bool = False) -> Tensor:
-    """Returns the matrix [N, K] of records in 4 bits (csrc/four_bits.cu describes them). fp32 values are rounded once.
+# The values of the codes 0 to 15 in e2m1: the highest bit is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-    Args:
-        records: [N / 16, K / chunk, record / 4] int32.
-    """
+
+def unpack(records: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+    """Returns the matrix [N, K] of `Packed.records` (csrc/codes.cuh describes them). fp32 values are rounded once."""
     strips, chunks, _ = records.shape
-    width = max(64, group)  # of a chunk
+    width = form.chunk
     row = torch.arange(16 * strips, device=records.device)[:, None]
     column = torch.arange(width * chunks, device=records.device)
     record, inside = records.view(strips * chunks, -1), column % width
     of = row // 16 * chunks + column // width  # [N, K]
-    lane, register = row % 8 * 4 + column % 8 // 2, row % 16 // 8 + column % 16 // 8 * 2
-    words = record[of, inside // 64 * 128 + lane * 4 + column % 64 // 16]
-    codes = words >> 4 * (register + 4 * (column % 2)) & 15
-    places = (row % 8 * (width // group) + inside // group) * (2 + 2 * has_zeros) + row % 16 // 8
-    places = places + width * 4  # a chunk's codes are 16 * width / 2 bytes, width * 4 numbers of 16 bits
+    lane, pair = row % 8 * 4 + column % 8 // 2, column % 64 // 16 * 4 + column % 16 // 8 * 2 + row % 16 // 8
+
+    def plane(start: int, bits: int) -> Tensor:
+        """These bits of all codes. `start`: their first word in a record."""
+        pairs = 16 // bits  # of a word
+        words = record[of, start + (inside // 64 * 32 + lane) * bits + pair // pairs]
+        return words >> bits * (pair % pairs) + 16 * (column % 2) & (1 << bits) - 1
+
+    codes = plane(0, 4)
+    if form.bits > 4:
+        codes = codes | plane(2 * width, form.bits - 4) << 4
+    places = (row % 8 * (width // form.group) + inside // form.group) * (2 if form.beside is None else 4) + row % 16 // 8
+    places = places + width * form.bits  # a chunk's codes are 2 * width * bits bytes
     numbers = record.view(torch.int16)
     scales = numbers.view(torch.float16)[of, places].float()
-    if has_mins:
-        mins = numbers.view(torch.float16)[of, places + 2].float()
-        return (codes.float() * scales + mins).to(dtype)
-    zeros = numbers[of, places + 2] if has_zeros else 8
+    if form.beside == "mins":
+        return (codes.float() * scales + numbers.view(torch.float16)[of, places + 2].float()).to(dtype)
+    if form.is_float:
+        return (torch.tensor(E2M1, device=records.device)[codes] * scales).to(dtype)
+    zeros: Tensor | int = numbers[of, places + 2] if form.beside == "zeros" else 1 << form.bits - 1
+    codes = codes ^ 128 if form.bits == 8 else codes
     return ((codes - zeros).float() * scales).to(dtype)
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from engine.codes import Form
 from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.errors import ModelError
 from engine.kernels.activation import activation_defines
@@ -27,13 +28,13 @@ from engine.kernels.few_rows import (
     few_rows_defines,
     few_rows_shape,
 )
-from engine.kernels.four_bits import MOST_ROWS as MOST_ROWS_AT_ONCE
-from engine.kernels.four_bits import four_bits_defines, four_bits_shape
-from engine.kernels.four_bits_tiled import tiled_defines, tiled_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
+from engine.kernels.packed_rows import MOST_ROWS as MOST_ROWS_AT_ONCE
+from engine.kernels.packed_rows import packed_defines, packed_shape
+from engine.kernels.packed_tiles import tiled_defines, tiled_shape
 from engine.kernels.pool import pool_defines
 from engine.kernels.quantize import quantize_defines
 from engine.kernels.rope import rope_defines
@@ -61,6 +62,10 @@ _PRODUCTS: dict[tuple[int, int], tuple[FollowedBy, bool]] = {
     (4096, 12288): ("residual", False),
 }
 _H200_SMS = 132
+_FORMS = (
+    Form(128), Form(64, beside="zeros"), Form(32, beside="zeros"), Form(32, beside="mins"), Form(16, is_float=True),
+    Form(32, 5, "mins"), Form(16, 6), Form(32, 8),
+)  # fmt: skip
 _MOST_SHARED_BYTES_OF_A100 = 163 << 10  # no later data centre chip has less
 
 
@@ -140,7 +145,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                     yield _attention_hopper(head_dim, 1, torch.float16, hopper, **flags)
                     yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, **flags, e4m3=True)
         yield from _attentions_decode(capability)
-        yield from _four_bits(capability)
+        yield from _packed(capability)
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -172,8 +177,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from (_gemm_skinny(n, k, 64, followed_by, operands) for operands in (2, 3))
             yield from (_few_rows(n, k, 16, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
             yield _few_rows(n, k, 16, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": WIDENED[torch.float8_e4m3fn]})
-            for codes in ((128, False), (32, True)):
-                yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(*codes), dict(codes_operands(*codes)))
+            for form in (Form(128), Form(32, beside="zeros")):
+                yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(form), dict(codes_operands(form)))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -277,30 +282,28 @@ def _quantize(
     return Variant("quantize", label, quantize_defines(width, dtype, kind, norm, gated, pending))
 
 
-def _four_bits(capability: tuple[int, int]) -> Iterator[Variant]:
+def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
     """The cuts for the 8B's largest matrix and a small one. Many rows, and many groups with zeros, take the most registers."""
     most = MAX_SHARED_BYTES if capability in ((8, 6), (8, 9)) or capability[0] == 12 else _MOST_SHARED_BYTES_OF_A100
     wgmma = capability == (9, 0)
 
-    def tiled(n: int, k: int, rows: int, group: int, has_zeros: bool, has_mins: bool, beside: str) -> Iterator[Variant]:
-        shape = tiled_shape(n, k, rows, group, has_zeros, has_mins, _H200_SMS, most, wgmma)
+    def tiled(n: int, k: int, rows: int, form: Form) -> Iterator[Variant]:
+        shape = tiled_shape(n, k, rows, form, _H200_SMS, most, wgmma)
         if shape is not None:
-            defines = tiled_defines(rows, group, has_zeros, has_mins, shape, _PRODUCTS[n, k][0], torch.bfloat16)
-            label, shared = f"W {n} x {k}, {rows} rows, {beside}", shape.shared_bytes(rows, group, has_zeros)
-            yield Variant("four_bits_tiled", label, defines, shared, FEATURES if wgmma else "")
+            defines = tiled_defines(rows, form, shape, _PRODUCTS[n, k][0], torch.bfloat16)
+            label, shared = f"W {n} x {k}, {rows} rows, {form}", shape.shared_bytes(rows, form)
+            yield Variant("packed_tiles", label, defines, shared, FEATURES if wgmma else "")
 
     n, k = 24576, 4096
     followed_by, norm = _PRODUCTS[n, k]
-    for group, has_zeros, has_mins in ((128, False, False), (64, True, False), (32, True, False), (32, True, True)):
-        beside = f"groups of {group}{', mins' if has_mins else ', zeros' * has_zeros}"
-        shape = four_bits_shape(n, k, MOST_ROWS_AT_ONCE, group, has_zeros, _H200_SMS, most)
-        defines = four_bits_defines(group, has_zeros, shape, norm, followed_by, torch.bfloat16, has_mins)
-        shared = shape.shared_bytes(k, MOST_ROWS_AT_ONCE, group, has_zeros)
-        yield Variant("four_bits", f"W {n} x {k}, {beside}", defines, shared)
+    for form in _FORMS:
+        shape = packed_shape(n, k, MOST_ROWS_AT_ONCE, form, _H200_SMS, most)
+        defines = packed_defines(form, shape, norm, followed_by, torch.bfloat16)
+        yield Variant("packed_rows", f"W {n} x {k}, {form}", defines, shape.shared_bytes(k, MOST_ROWS_AT_ONCE, form))
         for rows in (64, 128):
-            yield from tiled(n, k, rows, group, has_zeros, has_mins, beside)
+            yield from tiled(n, k, rows, form)
     for rows in (16, 64):
-        yield from tiled(4096, 4096, rows, 128, False, False, "groups of 128")
+        yield from tiled(4096, 4096, rows, Form(128))
 
 
 def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy, operands: int) -> Variant:

@@ -17,11 +17,11 @@ from engine.draws import Row, uniform
 from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
 from engine.kernels.cache8 import Cache8, rounded, widened
-from engine.kernels.linear4 import unpacked
 from engine.kernels.linear8 import MOST_ROWS_IN_16_BITS
+from engine.kernels.linear_packed import unpacked
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
-from engine.model.quantized.four_bits import packed, to_four_bits
+from engine.model.quantized.kept import packed, to_four_bits
 from engine.options import SamplingOptions
 
 _EPS = 1e-6  # of norms
@@ -246,11 +246,13 @@ def cases_in_4_bits(make: Maker) -> Iterator[Case]:
     """Products of up to 64 rows read the 4 bits. For more rows W is written out first."""
     for rows in (1, 16, 64, 300):
         for name, ours, plain, operands, n, k in (
-            ("linear4", kernels.linear4, reference.linear, _normed_operands, 4096, 1024),
-            ("linear4_add", kernels.linear4_add, _linear_add, _operands, 1024, 3072),
-            ("linear4_swiglu", kernels.linear4_swiglu, _linear_swiglu, _normed_operands, 6144, 1024),
+            ("linear_packed", kernels.linear_packed, reference.linear, _normed_operands, 4096, 1024),
+            ("linear_packed_add", kernels.linear_packed_add, _linear_add, _operands, 1024, 3072),
+            ("linear_packed_swiglu", kernels.linear_packed_swiglu, _linear_swiglu, _normed_operands, 6144, 1024),
         ):
-            yield Case(name, f"{rows} x {k} x {n}", partial(_linear4, make, ours, plain, partial(operands, rows=rows, n=n, k=k)))
+            yield Case(
+                name, f"{rows} x {k} x {n}", partial(_linear_packed, make, ours, plain, partial(operands, rows=rows, n=n, k=k))
+            )
 
 
 def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
@@ -390,8 +392,8 @@ def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) 
     return Results(_wide(found), exact + allowed, exact)
 
 
-def _linear4(make: Maker, ours: Callable[..., Any], plain: Callable[..., Any], operands: Callable[[Maker], Any]) -> Results:
-    """Plain torch multiplies with the values that the 4 bits stand for."""
+def _linear_packed(make: Maker, ours: Callable[..., Any], plain: Callable[..., Any], operands: Callable[[Maker], Any]) -> Results:
+    """Plain torch multiplies with the values that the codes stand for."""
     make.reset()
     x, weight, *others = operands(make)
     kept = packed(to_four_bits(weight))

@@ -108,7 +108,7 @@ class ModelConfig:
     * A model with `generation` gives tokens. It gives vectors, too, if `generation.embeds`.
     * `part` has the layers of one stage of a pipeline. None: the model is whole. Only decoders can be divided.
     * `lexical`: the folder has BGE-M3's layer of lexical weights. `colbert_size` is the width of its layer of ColBERT vectors.
-    * `quantization` is the checkpoint's storage of matrices in 4 or 8 bits. A GPU may keep 4 bits. Otherwise the engine
+    * `quantization` is the checkpoint's storage of matrices in 4 to 8 bits. A GPU may keep it. Otherwise the engine
       dequantises the matrices at load.
     """
 

@@ -24,7 +24,7 @@ from engine.model.families import MODELS, Transformers
 from engine.model.families.transformers import TransformersConfig
 from engine.model.generation import read_generation
 from engine.model.gguf import read_header
-from engine.model.gguf_four_bits import described
+from engine.model.gguf_codes import described
 from engine.model.keys import Keys, is_causal, read_labels
 from engine.model.quantized.quantization_config import read_scheme
 from engine.model.quantized.scheme import Quantization

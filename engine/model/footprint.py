@@ -13,7 +13,7 @@ from engine.model.config import MOST_BATCH_TOKENS as MOST_BATCH_TOKENS
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
-from engine.model.quantized.four_bits import GROUP, bytes_in_four_bits, in_four_bits
+from engine.model.quantized.kept import FORM, bytes_of_codes, in_codes
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
 
@@ -104,8 +104,8 @@ def footprint(
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
     weights -= bytes_saved(config, dtype, kind != "cpu")
-    has_four_bits = _in_four_bits(config, dtype, kind != "cpu")[0] > 0
-    unpacked = _shapes(config).most_quantized * wide.itemsize if has_four_bits else 0
+    has_codes = _in_codes(config, dtype, kind != "cpu")[0] > 0
+    unpacked = _shapes(config).most_quantized * wide.itemsize if has_codes else 0
     workspace = longest * per_token + vectors + unpacked
     cache = 0
     if generates:
@@ -147,27 +147,30 @@ def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
         return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
-    values, num_bytes = _in_four_bits(config, dtype, on_gpu)
+    values, num_bytes = _in_codes(config, dtype, on_gpu)
     return values * wide - num_bytes
 
 
-def _in_four_bits(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
-    """The number of values of the layers' matrices that are in 4 bits after loading, and their bytes."""
+def _in_codes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
+    """The number of values of the layers' matrices that are in codes after loading, and their bytes."""
     all_values, values, num_bytes = num_quantized(config), 0, 0
-    if on_gpu and keeps_four_bits(config, dtype):
-        values, num_bytes = in_four_bits(config.quantization, all_values, config.layers)
+    if on_gpu and (most_bits := most_bits_kept(config, dtype)):
+        values, num_bytes = in_codes(config.quantization, all_values, config.layers, most_bits)
     if on_gpu and dtype == INT4:  # the other matrices are rounded to 4 bits
-        num_bytes += bytes_in_four_bits(all_values - values, GROUP, False)
+        num_bytes += bytes_of_codes(all_values - values, FORM)
         values = all_values
     return values, num_bytes
 
 
-def keeps_four_bits(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether a GPU keeps the checkpoint's matrices in 4 bits. It does for generation models, whose passes often have few rows.
+def most_bits_kept(config: ModelConfig, dtype: torch.dtype) -> int:
+    """The most bits of codes that a GPU keeps. 0: it dequantises all matrices.
 
-    It does not in float16, which is the dtype of GPUs without the kernel's instructions.
+    Generation models keep codes, because their passes often have few rows. int4 rounds codes of more than 4 bits. No codes are
+    kept in float16, which is the dtype of GPUs without the kernel's instructions.
     """
-    return config.generation is not None and dtype in (torch.bfloat16, INT4)
+    if config.generation is None:
+        return 0
+    return {torch.bfloat16: 8, INT4: 4}.get(dtype, 0)
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file. Most of them are quantised.
 
-A tensor is dequantised when it is taken, so a model needs no second copy on disk. `gguf_four_bits.py` keeps matrices in 4 bits.
+A tensor is dequantised when it is taken, so a model needs no second copy on disk. `gguf_codes.py` keeps matrices in their codes.
 Source of the order of a Llama's rows and of Gemma's norms: convert_hf_to_gguf.py of llama.cpp.
 """
 

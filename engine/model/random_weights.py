@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Weight
-from engine.model.quantized.layout import FourBits
+from engine.model.quantized.layout import Codes
 
 _DEVIATION = 0.02  # the standard deviation of the weights, as in initialised models; norms are around 1
 
@@ -38,10 +38,10 @@ class RandomWeights:
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
         return self.take(names[0], sum(rows), columns)
 
-    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | Codes]:
         return [self.take_matrix(names, rows, columns)]
 
-    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
+    def to_layer_dtype(self, weight: Tensor | Codes) -> Weight:
         assert isinstance(weight, Tensor), "take gives only tensors"
         return weight
 

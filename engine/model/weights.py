@@ -22,11 +22,11 @@ from torch import Tensor
 from engine.devices import INT4, compute_dtype, is_integrated
 from engine.errors import ModelError
 from engine.kernels import Weight, quantize_weight
-from engine.model.gguf_four_bits import read_matrix
+from engine.model.gguf_codes import read_matrix
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.quantized.files import QuantizedFiles
-from engine.model.quantized.four_bits import joined, packed, to_four_bits, why_not
-from engine.model.quantized.layout import FourBits, QuantizedMatrix
+from engine.model.quantized.kept import joined, packed, to_four_bits, why_not
+from engine.model.quantized.layout import Codes, QuantizedMatrix
 from engine.model.quantized.scheme import Gguf, Quantization
 from engine.model.upload import Uploader
 from engine.model.weight_files import WeightFile, open_weights
@@ -53,11 +53,11 @@ class WeightSource(Protocol):
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
-    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | FourBits: ...
+    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | Codes: ...
 
-    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]: ...
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | Codes]: ...
 
-    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight: ...
+    def to_layer_dtype(self, weight: Tensor | Codes) -> Weight: ...
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor: ...
 
@@ -92,10 +92,10 @@ class ShapeCounter:
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor:
         return self.take(names[0], sum(rows), columns)
 
-    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | Codes]:
         return [self.take_matrix(names, rows, columns)]
 
-    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
+    def to_layer_dtype(self, weight: Tensor | Codes) -> Weight:
         assert isinstance(weight, Tensor), "take gives only tensors"
         self.num_quantized += weight.numel()
         self.num_scales += len(weight)
@@ -123,12 +123,12 @@ class Checkpoint:
             dtype: a dtype of 8 bits applies to the layers' matrices. The rest is in `compute_dtype`.
             on_progress: called after each tensor with the share of the tensors that are read.
             scheme: a quantised checkpoint's storage of matrices. Each matrix is dequantised when it is taken, except those that
-                `take_matrix` leaves in 4 bits.
+                `take_matrix` leaves in their codes.
         Raises: ModelError if there is no file of weights, or if a file cannot be read.
         """
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
         self.decodes = False
-        self.keeps_four_bits = False  # whether the checkpoint's matrices in 4 bits stay so, if the kernels take them
+        self.most_bits_kept = 0  # matrices in codes of up to so many bits stay so, if the kernels take them
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)
@@ -138,7 +138,7 @@ class Checkpoint:
         if scheme is not None and not isinstance(scheme, Gguf):
             self._dequantizes = QuantizedFiles(self._files, scheme, folder, self.to_device, self.dtype)
             self._files = [self._dequantizes]
-        self._quantized_matrices = Counter[str | None]()  # by the reason against 4 bits; None: they stay in 4 bits
+        self._quantized_matrices = Counter[str | None]()  # by the reason to dequantise them; None: they stay in codes
         self._file_of: dict[str, tuple[WeightFile, str]] = {}  # a tensor's file and its name there, by our name
         self._taken: set[str] = set()
         self._untaken: dict[WeightFile, int] = {}  # the number of a file's tensors that are not taken yet
@@ -206,28 +206,28 @@ class Checkpoint:
             start += count
         return stacked
 
-    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | FourBits:
-        """A layer's matrix, from one tensor or several stacked along their rows. It is in 4 bits if all of them stay so."""
-        if not self.keeps_four_bits:
+    def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | Codes:
+        """A layer's matrix, from one tensor or several stacked along their rows. It is in codes if all of them stay so."""
+        if not self.most_bits_kept:
             return self.take_rows(names, rows, columns) if len(names) > 1 else self.take(names[0], rows[0], columns)
         parts = [self._read(name, (count, columns), keeps=True) for name, count in zip(names, rows, strict=True)]
-        kept = [part for part in parts if isinstance(part, FourBits) and why_not(part) is None]
+        kept = [part for part in parts if isinstance(part, Codes) and why_not(part, self.most_bits_kept) is None]
         if len(kept) == len(parts) and (whole := joined(kept)) is not None:
             self._quantized_matrices[None] += len(kept)
             return whole.with_rows(lambda part: part.to(self.device))
         plain = []
         for part in parts:
             if not isinstance(part, Tensor):
-                self._quantized_matrices[why_not(part) or "a neighbour of another kind"] += 1
+                self._quantized_matrices[why_not(part, self.most_bits_kept) or "a neighbour of another kind"] += 1
                 part = part.dequantized(self.dtype)
             plain.append(self._on_device(part, self.dtype))
         return torch.cat(plain)
 
-    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | FourBits]:
+    def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | Codes]:
         """The same as `take_matrix`, for layers that may be computed separately. Neighbours of one kind are stacked."""
-        if not self.keeps_four_bits:
+        if not self.most_bits_kept:
             return [self.take_matrix(names, rows, columns)]
-        found: list[Tensor | FourBits] = []
+        found: list[Tensor | Codes] = []
         for name, count in zip(names, rows, strict=True):
             part = self.take_matrix([name], [count], columns)
             if found and (both := _stacked(found[-1], part)) is not None:
@@ -236,12 +236,12 @@ class Checkpoint:
                 found.append(part)
         return found
 
-    def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
-        """A layer's matrix in the layers' dtype, which may have 4 or 8 bits. A CPU dequantises 4 bits.
+    def to_layer_dtype(self, weight: Tensor | Codes) -> Weight:
+        """A layer's matrix in the layers' dtype, which may have 4 to 8 bits. A CPU dequantises 4 bits.
 
         Raises: ModelError for a shape that 4 or 8 bits refuse.
         """
-        if isinstance(weight, FourBits):
+        if isinstance(weight, Codes):
             return packed(weight)
         if self._quantized == INT4:
             rounded = to_four_bits(weight)
@@ -289,7 +289,7 @@ class Checkpoint:
             num_kept = self._quantized_matrices.pop(None, 0)
             reasons = ", ".join(f"{count} with {why}" for why, count in self._quantized_matrices.items())
             told = f"{reasons} are dequantised" if reasons else "none is dequantised"
-            log.info("%s: %d matrices stay in 4 bits, %s", self.folder, num_kept, told)
+            log.info("%s: %d matrices stay in their codes, %s", self.folder, num_kept, told)
         if left:
             log.info("%s: not needed for embeddings, not loaded: %s", self.folder, ", ".join(left))
         return left
@@ -352,9 +352,9 @@ class Checkpoint:
         return tensor.clone() if self._leaves_mapping and not tensor.is_cuda else tensor
 
 
-def _stacked(first: Tensor | FourBits, second: Tensor | FourBits) -> Tensor | FourBits | None:
+def _stacked(first: Tensor | Codes, second: Tensor | Codes) -> Tensor | Codes | None:
     """The rows of both. None if they are of different kinds."""
-    if isinstance(first, FourBits) and isinstance(second, FourBits):
+    if isinstance(first, Codes) and isinstance(second, Codes):
         return joined([first, second])
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.cat([first, second])

@@ -74,7 +74,12 @@ def products(bandwidth: float) -> Iterator[dict[str, Any]]:
 
 
 def chains(
-    bandwidth: float, rows: Sequence[int], matrix: Callable[[int, int], W], nbytes: Callable[[W], int], product: Product[W]
+    bandwidth: float,
+    rows: Sequence[int],
+    matrix: Callable[[int, int], W],
+    nbytes: Callable[[W], int],
+    product: Product[W],
+    models: Sequence[str] = tuple(LAYERS),
 ) -> Iterator[dict[str, Any]]:
     """Measures all products of a forward pass. Each product waits for the one before it.
 
@@ -82,7 +87,8 @@ def chains(
         matrix: makes W [n, k].
         product: a function like `product` in this file.
     """
-    for model, layer in LAYERS.items():
+    for model in models:
+        layer = LAYERS[model]
         weights = [[matrix(n, k) for _, n, k, _ in layer] for _ in range(NUM_LAYERS[model])]
         width, mixed = layer[0][2], layer[1][2]
         floor = sum(nbytes(w) for its in weights for w in its) / bandwidth

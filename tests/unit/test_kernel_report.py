@@ -58,8 +58,8 @@ def test_before_sm_80_there_is_no_attention_and_no_bf16() -> None:
     assert {v.source for v in variants((8, 0))} == {v.source for v in variants((7, 5))} | {
         "attention",
         "attention_decode",
-        "four_bits",
-        "four_bits_tiled",
+        "packed_rows",
+        "packed_tiles",
         "quantize",
     }
 

@@ -15,6 +15,7 @@ import torch
 from cuda.core import TensorMapDescriptor
 
 from engine import BackendError, Engine, kernels
+from engine.codes import Form
 from engine.kernels import report
 from engine.kernels.activation import activation_defines
 from engine.kernels.attention import attention_defines
@@ -23,12 +24,13 @@ from engine.kernels.cache8 import Cache8
 from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import IN_8_BITS, FewRowsShape, few_rows, few_rows_shape
-from engine.kernels.four_bits import FourBitsShape, four_bits, pack4, unpack4
-from engine.kernels.four_bits_tiled import four_bits_tiled, padded, tiled_shape
 from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape
 from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
+from engine.kernels.packed import pack
+from engine.kernels.packed_rows import PackedShape, packed_rows, unpack
+from engine.kernels.packed_tiles import packed_tiles, padded, tiled_shape
 from engine.kernels.quantize import quantize, quantize_defines
 from engine.kernels.signature import entries, signature
 from engine.kernels.tiles import LEAST_TILED, HopperShape, Tiling, hopper_shape, tile_shapes
@@ -42,8 +44,8 @@ LAUNCHERS = (
     "attention_hopper",
     "embed",
     "few_rows",
-    "four_bits",
-    "four_bits_tiled",
+    "packed_rows",
+    "packed_tiles",
     "gemm_hopper",
     "gemm_skinny",
     "norm",
@@ -158,7 +160,9 @@ class FakeKernel:
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
     """Every launcher launches a fake kernel for tensors on any device. Yields the set of launched kernels."""
-    modules = [importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "linear4", "paged_attention")]
+    modules = [
+        importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "linear_packed", "paged_attention")
+    ]
     made = [getattr(module, name) for module in modules for name in ("_kernel", "_made") if hasattr(module, name)]
     caches = [each for each in made if hasattr(each, "cache_clear")]
     assert len(caches) == len(LAUNCHERS)
@@ -244,19 +248,19 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
         gemm_skinny(x.to(kind), w.to(kind), replace(skinny, itemsize=1), "nothing", **scales)  # type: ignore[arg-type]
     few_rows(x, w.to(E4M3), shape, norm=torch.ones(1024, dtype=BF16), column_scale=torch.ones(4096))
-    four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
-    four_bits(x, four, FourBitsShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
-    four_bits(x.half(), four, FourBitsShape(1, 8, 1, 1, 3), "swiglu")
+    codes = torch.zeros(64, 1024, dtype=torch.uint8)
+    four = pack(codes, Form(128, beside="zeros"), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
+    packed_rows(x, four, PackedShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
+    packed_rows(x.half(), four, PackedShape(1, 8, 1, 1, 3), "swiglu")
     few_rows(x, four, FewRowsShape(2, 64, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
-    unpack4(four, BF16)
-    mins = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 32).half(), mins=torch.ones(64, 32).half())
-    four_bits(x, mins, FourBitsShape(2, 4, 2, 1, 3))
+    unpack(four, BF16)
+    mins = pack(codes, Form(32, 5, "mins"), torch.ones(64, 32).half(), torch.ones(64, 32).half())
+    packed_rows(x, mins, PackedShape(2, 4, 2, 1, 3))
     for weight, rows in ((four, 12), (mins, 64)):
-        tiled = tiled_shape(len(weight), weight.k, padded(rows), weight.group, False, weight.has_mins, 132, 227 << 10, True)
+        tiled = tiled_shape(len(weight), weight.k, padded(rows), weight.form, 132, 227 << 10, True)
         assert tiled is not None
-        four_bits_tiled(x[:1].expand(rows, -1).contiguous(), weight, tiled)
-    few_rows(x, mins, FewRowsShape(2, 64, 3))
-    unpack4(mins, BF16)
+        packed_tiles(x[:1].expand(rows, -1).contiguous(), weight, tiled)
+    unpack(mins, BF16)
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
     assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"
 
@@ -333,16 +337,16 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
 @pytest.mark.parametrize(
     ("rows", "large", "on_hopper", "source", "launches"),
     [
-        (8, False, True, "four_bits", 1),
+        (8, False, True, "packed_rows", 1),
         (9, False, True, "few_rows", 1),
         (32, False, True, "few_rows", 1),
-        (33, False, True, "four_bits_tiled", 1),
-        (64, False, True, "four_bits_tiled", 1),
+        (33, False, True, "packed_tiles", 1),
+        (64, False, True, "packed_tiles", 1),
         (65, False, True, None, 0),
-        (128, True, True, "four_bits_tiled", 1),
+        (128, True, True, "packed_tiles", 1),
         (129, True, True, None, 0),
-        (9, False, False, "four_bits_tiled", 1),
-        (65, True, False, "four_bits_tiled", 1),
+        (9, False, False, "packed_tiles", 1),
+        (65, True, False, "packed_tiles", 1),
     ],
 )
 def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
@@ -355,12 +359,12 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     launches: int,
 ) -> None:
     """With other numbers of rows the matrix is dequantised first. Plain torch does that here."""
-    for name in ("few_rows", "four_bits_tiled"):
+    for name in ("few_rows", "packed_tiles"):
         monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
-    monkeypatch.setattr(importlib.import_module("engine.kernels.linear4"), "_LARGE", 1 if large else 1 << 25)
-    four = pack4(torch.zeros(64, 512, dtype=torch.uint8), torch.ones(64, 8).half())
+    monkeypatch.setattr(importlib.import_module("engine.kernels.linear_packed"), "_LARGE", 1 if large else 1 << 25)
+    four = pack(torch.zeros(64, 1024, dtype=torch.uint8), Form(128), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
-    assert kernels.linear4_add(x, four, residual) is residual
+    assert kernels.linear_packed_add(x, four, residual) is residual
     assert {name for name, _ in fake_kernels} == ({source} - {None})
     assert len(FakeKernel.launches) == launches
 

@@ -1,17 +1,29 @@
-// W [N, K] in 4 bits: the kernels' format of records, for sources that define GROUP, ZEROS and MINS.
+// W [N, K] in 4, 5, 6 or 8 bits: the kernels' format of records, for sources that define GROUP, BITS, FLOATS, ZEROS and MINS.
 //   Records are [N / 16, K / CHUNK]. The records of 16 rows follow one another along K. A record is
-//   16 rows x CHUNK columns: codes, then scales. A value is (code - zero) * scale, or with MINS code * scale + min.
-//     codes [CHUNK / 64][32 lanes][4 words]: the words of a lane are its A operands of four successive m16n8k16. Nibble
-//     i + 4 e of a word is register i (row lane / 4 + i % 2 * 8, columns lane % 4 * 2 + i / 2 * 8), element e.
+//   16 rows x CHUNK columns: the low 4 bits of the codes, the bits above them, the scales. A value is (code - zero) * scale, or
+//   with MINS code * scale + min.
+//     low [CHUNK / 64][32 lanes][4 words], high [CHUNK / 64][32 lanes][BITS - 4 words]: the bits of a lane's A operands of four
+//     successive m16n8k16. Pair p of a lane (0 to 15) is register p % 4 of product p / 4 (row lane / 4 + p % 2 * 8, columns
+//     lane % 4 * 2 + p / 2 % 2 * 8). A word with B bits of a code has 16 / B pairs. Element e of its pair q is at bit B q + 16 e.
 //     scales [8][CHUNK / GROUP][1 + ZEROS][2]: of rows r and r + 8, the scales in fp16, then the zeros as 16-bit whole numbers,
 //     or the mins in fp16.
-//   GROUP: columns that share a scale, 32, 64 or 128.  ZEROS: 0 if every zero is 8.  MINS: 1 if there are mins instead of zeros.
+//   GROUP: columns that share a scale, 16, 32, 64 or 128.  ZEROS: 0 if every zero is 2^(BITS - 1).  MINS: 1 if there are mins
+//   instead of zeros.  FLOATS: 1 if the codes are numbers in e2m1, which have no zeros and no mins.
+//   A code of 8 bits is stored as code - 128, in two's complement. It has no other zero, because bf16 does not hold all
+//   differences of two codes.
+// A pair of codes becomes a pair of bf16 or fp16, exactly. One logical operation for the low bits, and one for the high bits if
+// there are any, make 128 + code (bf16) or 1024 + code (fp16). One fma subtracts 128 + zero.
 #ifdef ZEROS
-static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
+static_assert(GROUP == 16 || GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
+static_assert(BITS == 4 || BITS == 5 || BITS == 6 || BITS == 8, "a word has the same bits of whole pairs");
 static_assert(ZEROS || !MINS, "mins take the place of zeros");
+static_assert(!FLOATS || (BITS == 4 && !ZEROS), "e2m1 has 4 bits and no zeros");
+static_assert(BITS < 8 || !ZEROS, "a code of 8 bits has the zero 128");
 constexpr int CHUNK = GROUP > 64 ? GROUP : 64, HALVES = CHUNK / 64, GROUPS = CHUNK / GROUP;
-constexpr int LANE_SCALES = 4 * GROUPS * (1 + ZEROS);  // bytes
-constexpr int CODES = 512 * HALVES, RECORD = CODES + 8 * LANE_SCALES;
+constexpr int HIGH = BITS - 4;                          // bits of a code above the low four
+constexpr int LANE_SCALES = 4 * GROUPS * (1 + ZEROS);   // bytes
+constexpr int LOW_CODES = 512 * HALVES, CODES = LOW_CODES + 128 * HIGH * HALVES, RECORD = CODES + 8 * LANE_SCALES;
+static_assert(LANE_SCALES <= 16, "one copy brings a lane's scales");
 __device__ __forceinline__ u32 load_word(u32 shared) {
     u32 x;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared));
@@ -28,25 +40,74 @@ __device__ __forceinline__ float float_of_half(u32 bits) {  // the low 16 bits
 constexpr u32 ABOVE = HALF ? 0x64006400u : 0x43004300u;     // a pair of 1024 or 128: the lowest bit of the mantissa is worth 1
 constexpr u32 ONES = HALF ? 0x3c003c00u : 0x3f803f80u;
 constexpr u32 SIGNS = 0x80008000u;
+constexpr u32 MIDDLES = 0x00010001u << (BITS - 1);          // the zeros of both halves if ZEROS is 0
+// a & b | c
+template <u32 B>
+__device__ __forceinline__ u32 and_or(u32 a, u32 c) {
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "n"(B), "r"(c));
+    return d;
+}
+// a * b + c for pairs, each rounded once.
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 d;
+#if HALF
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+    return d;
+}
 // The pair of -(ABOVE + zero) for one zero in both halves of `zeros`.
 __device__ __forceinline__ u32 minus_of(u32 zeros) { return zeros | ABOVE | SIGNS; }
 // The pair of ABOVE + code: bits 0 to 3 and 16 to 19 of `codes`.
-__device__ __forceinline__ u32 above_of(u32 codes) {
-    u32 above;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(above) : "r"(codes), "r"(0x000f000fu), "r"(ABOVE));
-    return above;
-}
-// A pair of codes - zeros, exact. `minus`: from `minus_of`.
-__device__ __forceinline__ u32 codes_of(u32 codes, u32 minus) {
-    const u32 above = above_of(codes);
-    u32 pair;
-#if HALF
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(above), "r"(ONES), "r"(minus));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(above), "r"(ONES), "r"(minus));
+__device__ __forceinline__ u32 above_of(u32 codes) { return and_or<0x000f000fu>(codes, ABOVE); }
+
+// A lane's codes of 64 columns.
+struct Words {
+    u32 low[4], high[HIGH > 0 ? HIGH : 1];
+    // Loads part `half` of a record in shared memory.
+    __device__ __forceinline__ void load(u32 record, int half) {
+        const u32 lane = threadIdx.x % 32;
+        load_words(low, record + half * 512 + lane * 16);
+#if BITS == 8
+        load_words(high, record + LOW_CODES + half * 512 + lane * 16);
+#elif BITS == 6
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(high[0]), "=r"(high[1]) : "r"(record + LOW_CODES + half * 256 + lane * 8));
+#elif BITS == 5
+        high[0] = load_word(record + LOW_CODES + half * 128 + lane * 4);
 #endif
-    return pair;
-}
+    }
+    // The bits above the low four of pair `pair`, at bits 4 and 20, among other bits.
+    __device__ __forceinline__ u32 high_of(int pair) const {
+        constexpr int PAIRS = 16 / (HIGH > 0 ? HIGH : 1);
+        const u32 word = high[pair / PAIRS];
+        const int at = HIGH * (pair % PAIRS);
+        return at >= 4 ? word >> (at - 4) : word << (4 - at);
+    }
+    // The pair of codes - zeros, or of e2m1, exact. `minus`: from `minus_of`.
+    __device__ __forceinline__ u32 values_of(int pair, u32 minus) const {
+        const u32 word = low[pair / 4];
+        const int at = 4 * (pair % 4);
+#if FLOATS
+        // Exponent and mantissa of e2m1, read as those of bf16 or fp16, are 2^126 or 2^14 times too small.
+        constexpr int MANTISSA = HALF ? 9 : 6;
+        const u32 magnitude = (at > MANTISSA ? word >> (at - MANTISSA) : word << (MANTISSA - at)) & (0x00070007u << MANTISSA);
+        return fma_pair(and_or<SIGNS>(word << (12 - at), magnitude), HALF ? 0x74007400u : 0x7e807e80u, SIGNS);
+#else
+        u32 above = above_of(word >> at);
+#if BITS == 8
+        // The low seven bits, minus 128 if the highest bit is set.
+        const u32 upper = high_of(pair);
+        above = and_or<0x00700070u>(upper, above);
+        return fma_pair(and_or<0x00800080u>(upper, ABOVE), ONES | SIGNS, above);
+#else
+        if (HIGH > 0) above = and_or<((1u << HIGH) - 1) * 0x00100010u>(high_of(pair), above);
+        return fma_pair(above, ONES, minus);
+#endif
+#endif
+    }
+};
 // The scales and the zeros or mins of rows r and r + 8 of one group: the first word, and with ZEROS the next word.
 struct Scales {
     float of[2], mins[2];
@@ -58,5 +119,4 @@ struct Scales {
         minus[0] = minus_of(__byte_perm(zeros, 0, 0x1010)), minus[1] = minus_of(__byte_perm(zeros, 0, 0x3232));
     }
 };
-constexpr u32 EIGHTS = 0x00080008u;
 #endif

@@ -97,7 +97,7 @@ struct Rows {
 // Adds the products of a warp's part of a box to the sums.
 template <typename IsMine>
 __device__ __forceinline__ void multiply(Sum (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], IsMine is_mine) {
-    constexpr u32 EVERY = ZEROS ? ONES : ABOVE | EIGHTS | SIGNS;
+    constexpr u32 EVERY = ZEROS ? ONES : ABOVE | MIDDLES | SIGNS;
     const u32 every[4] = {EVERY, EVERY, EVERY, EVERY};
     float start[TILES][4] = {};  // sums of x: times -(128 + 8), or plain if there are zeros or mins
 #pragma unroll

@@ -9,7 +9,7 @@ from engine.kernels import MaybeQuantized, Packed, Quantized
 from engine.kernels.launch import runs_on
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
-from engine.model.quantized.layout import FourBits
+from engine.model.quantized.layout import Codes
 from engine.model.weights import WeightSource
 
 
@@ -31,9 +31,9 @@ class SwiGLU:
     not write them to memory.
     """
 
-    def __init__(self, checkpoint: WeightSource, gate_up: Tensor | FourBits) -> None:
+    def __init__(self, checkpoint: WeightSource, gate_up: Tensor | Codes) -> None:
         """`gate_up`: [2 I, K], all rows of G and then all of U; 8 divides I."""
-        if isinstance(gate_up, FourBits):
+        if isinstance(gate_up, Codes):
             self.in_turn = True
             gate_up = gate_up.with_rows(kernels.interleaved)
         else:
@@ -50,5 +50,5 @@ class SwiGLU:
             return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending)
         assert x.pending is None, "a product in 16 bits leaves nothing pending"
         if isinstance(weight, Packed):
-            return kernels.linear4_swiglu(x.value, weight, norm.weight, norm.eps)
+            return kernels.linear_packed_swiglu(x.value, weight, norm.weight, norm.eps)
         return kernels.linear_swiglu(x.value, weight, norm.weight, norm.eps)

@@ -11,7 +11,7 @@
   once and the next norm reads one tensor less. In bf16 cuBLASLt adds bias and GeLU. Its GeLU is the tanh form, whose difference
   from the exact form is smaller than bf16's rounding (docs/decisions/006).
 * `Linear8`: a weight in 8 bits (docs/decisions/023).
-* `Linear4`: a weight in 4 bits on a GPU (docs/decisions/046).
+* `PackedLinear`: a weight in 4 bits on a GPU (docs/decisions/046).
 * `SideBySide`: Q, K and V of different kinds (docs/decisions/056).
 * `PlainLinear`: everywhere else, plain torch. It is the specification of the others.
 """
@@ -49,7 +49,7 @@ class Linear(ABC):
         if isinstance(weight, Quantized):
             return Linear8(weight, bias, gelu)
         if isinstance(weight, Packed):
-            return Linear4(weight, bias, gelu)
+            return PackedLinear(weight, bias, gelu)
         if weight.is_cuda:
             return CudaLinear(weight, bias, gelu)
         if weight.device.type == "cpu" and _has_onednn(weight.dtype):
@@ -215,8 +215,8 @@ class Linear8(Linear):
         return Residual(residual, kernels.linear8_add(x, self.weight, residual), self.bias)
 
 
-class Linear4(Linear):
-    """A weight in 4 bits, on a GPU. x is in 16 bits."""
+class PackedLinear(Linear):
+    """A weight in codes, on a GPU. x is in 16 bits."""
 
     def __init__(self, weight: Packed, bias: Tensor | None = None, gelu: bool = False) -> None:
         self.weight: Packed = weight
@@ -224,20 +224,20 @@ class Linear4(Linear):
 
     def __call__(self, x: MaybeQuantized) -> Tensor:
         assert isinstance(x, Tensor)
-        return self._finished(kernels.linear4(x, self.weight))
+        return self._finished(kernels.linear_packed(x, self.weight))
 
     def normed(self, x: Residual, norm: RMSNorm) -> Tensor:
         assert x.pending is None, "a product in 16 bits leaves nothing pending"
         assert x.bias is None, "no decoder has a bias before a norm"
-        return self._finished(kernels.linear4(x.value, self.weight, norm.weight, norm.eps))
+        return self._finished(kernels.linear_packed(x.value, self.weight, norm.weight, norm.eps))
 
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
         assert isinstance(x, Tensor)
-        return Residual(kernels.linear4_add(x, self.weight, residual), bias=self.bias)
+        return Residual(kernels.linear_packed_add(x, self.weight, residual), bias=self.bias)
 
 
 class SideBySide(Linear):
-    """The results, side by side, of layers with the same input whose matrices cannot be one, because some are in 4 bits."""
+    """The results, side by side, of layers with the same input whose matrices cannot be one, because their codes differ."""
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self.parts = parts

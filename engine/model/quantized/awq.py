@@ -7,7 +7,7 @@ AutoAWQ.
 import torch
 from torch import Tensor
 
-from engine.model.quantized.layout import FourBits, four_bits, unpack
+from engine.model.quantized.layout import Codes, unpack
 from engine.model.quantized.parts import SCALES, Parts
 from engine.model.quantized.scheme import Awq
 
@@ -15,13 +15,13 @@ from engine.model.quantized.scheme import Awq
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def read_awq(parts: Parts, scheme: Awq) -> FourBits:
+def read_awq(parts: Parts, scheme: Awq) -> Codes:
     words = parts.take("qweight", (torch.int32,), (None, None))
     k, n = len(words), words.shape[1] * 8
     groups = parts.num_groups(k, scheme.group_size)
     zeros = _unpacked(parts.take("qzeros", (torch.int32,), (groups, n // 8)))
     scales = parts.take("scales", SCALES, (groups, n))
-    return four_bits(_unpacked(words).T.contiguous(), scales.T.contiguous(), zeros.T.contiguous())
+    return Codes(_unpacked(words).T.contiguous(), scales.T.contiguous(), zeros=zeros.T.contiguous())
 
 
 def _unpacked(words: Tensor) -> Tensor:

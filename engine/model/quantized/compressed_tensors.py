@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from engine.model.quantized.fp4 import read_mxfp4, read_nvfp4
-from engine.model.quantized.layout import EightBits, FourBitFloats, FourBits, four_bits, unpack, unpack_rows
+from engine.model.quantized.layout import Codes, EightBits, unpack, unpack_rows
 from engine.model.quantized.parts import SCALES, Parts
 from engine.model.quantized.scheme import CompressedTensors, Group
 
 
-def read_compressed_tensors(parts: Parts, scheme: CompressedTensors) -> FourBits | FourBitFloats | EightBits:
+def read_compressed_tensors(parts: Parts, scheme: CompressedTensors) -> Codes | EightBits:
     group = scheme.group_of(parts.module)
     if group is None:
         raise parts.error(f"{parts.module} is quantised, but config.json's quantisation ignores it or has no group for it")
@@ -41,7 +41,7 @@ def _read_plain(parts: Parts, group: Group) -> EightBits:
     return EightBits(codes, scales, block, zeros)
 
 
-def _read_packed(parts: Parts, group: Group) -> FourBits | EightBits:
+def _read_packed(parts: Parts, group: Group) -> Codes:
     shape = parts.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist()
     n, k = int(shape[0]), int(shape[1])
     a_word = 32 // group.bits
@@ -55,11 +55,8 @@ def _read_packed(parts: Parts, group: Group) -> FourBits | EightBits:
         group_of = parts.take("weight_g_idx", (torch.int32,), (k,))
         order = None if bool((group_of == -1).all()) else parts.order_of(group_of, groups)
     codes = codes.contiguous() if order is None else codes[:, order]
-    if group.bits == 4:
-        parts.num_groups(k, columns)
-        return four_bits(codes, scales, zeros, order)
-    signed = (codes ^ 128).view(torch.int8)  # code - 128
-    return EightBits(signed, scales, (1, columns), None if zeros is None else zeros.to(torch.int16) - 128, order)
+    parts.num_groups(k, columns)
+    return Codes(codes, scales, group.bits, zeros, order=order)
 
 
 def _scales(parts: Parts, group: Group, n: int, k: int) -> tuple[Tensor, tuple[int, int]]:

@@ -7,23 +7,24 @@ exponent plus 127. Source: `compressors/nvfp4` and `compressors/mxfp4` of compre
 
 import torch
 
-from engine.model.quantized.layout import FourBitFloats
+from engine.model.quantized.layout import Codes, halves
 from engine.model.quantized.parts import Parts
 from engine.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 
 
-def read_nvfp4(parts: Parts) -> FourBitFloats:
+def read_nvfp4(parts: Parts) -> Codes:
     """A matrix of compressed-tensors if it has a `weight_packed`, otherwise of ModelOpt."""
     is_compressed = parts.has("weight_packed")
     codes = parts.take("weight_packed" if is_compressed else "weight", (torch.uint8,), (None, None))
     groups = parts.num_groups(2 * codes.shape[1], NVFP4_GROUP)
     scales = parts.take("weight_scale", (torch.float8_e4m3fn,), (len(codes), groups))
     whole = parts.take_one("weight_global_scale" if is_compressed else "weight_scale_2").float().view(())
-    return FourBitFloats(codes, scales, whole.reciprocal() if is_compressed else whole)
+    scales = scales.double() * (whole.reciprocal() if is_compressed else whole)  # exact in fp64
+    return Codes(halves(codes), scales, is_float=True)
 
 
-def read_mxfp4(parts: Parts) -> FourBitFloats:
+def read_mxfp4(parts: Parts) -> Codes:
     codes = parts.take("weight_packed", (torch.uint8,), (None, None))
     groups = parts.num_groups(2 * codes.shape[1], MXFP4_GROUP)
     scales = parts.take("weight_scale", (torch.uint8, torch.float8_e8m0fnu), (len(codes), groups))
-    return FourBitFloats(codes, scales.view(torch.float8_e8m0fnu), torch.ones((), device=codes.device))
+    return Codes(halves(codes), scales.view(torch.float8_e8m0fnu), is_float=True)

@@ -8,12 +8,12 @@ GPTQModel.
 
 import torch
 
-from engine.model.quantized.layout import EightBits, FourBits, four_bits, unpack, unpack_rows
+from engine.model.quantized.layout import Codes, unpack, unpack_rows
 from engine.model.quantized.parts import SCALES, Parts
 from engine.model.quantized.scheme import Gptq
 
 
-def read_gptq(parts: Parts, scheme: Gptq) -> FourBits | EightBits:
+def read_gptq(parts: Parts, scheme: Gptq) -> Codes:
     a_word = 32 // scheme.bits
     words = parts.take("qweight", (torch.int32,), (None, None))
     k, n = len(words) * a_word, words.shape[1]
@@ -27,7 +27,4 @@ def read_gptq(parts: Parts, scheme: Gptq) -> FourBits | EightBits:
     codes = codes.contiguous() if order is None else codes[:, order]
     if scheme.adds_one:
         zeros = zeros + 1 & (1 << scheme.bits) - 1
-    if scheme.bits == 4:
-        return four_bits(codes, scales, zeros, order)
-    signed = (codes ^ 128).view(torch.int8)  # code - 128
-    return EightBits(signed, scales, (1, k // groups), zeros.to(torch.int16) - 128, order)
+    return Codes(codes, scales, scheme.bits, zeros, order=order)

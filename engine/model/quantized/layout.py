@@ -1,15 +1,18 @@
-"""The layouts of quantised matrices, one for each width. Every published format is converted to them.
+"""The layouts of quantised matrices. Every published format is converted to one of them.
 
 A matrix is [N, K], as in `torch.nn.Linear`. A value is (code - zero) * scale, or code * scale + min. It is computed in fp32 and
 rounded once to the requested dtype.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from engine.codes import Beside, Form
+from engine.kernels.reference import E2M1
 
 # Values that are dequantised at a time: 64 MiB in fp32. Word embeddings can have a hundred times as many.
 _SLICE_VALUES = 1 << 24
@@ -25,66 +28,60 @@ class QuantizedMatrix(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FourBits:
-    """A matrix in 4 bits, with a scale for each group of K / G columns of a row. With mins, a value is code * scale + min."""
+class Codes:
+    """A matrix in codes of 4, 5, 6 or 8 bits, with a scale for each group of K / G columns of a row.
 
-    codes: Tensor  # [N, K / 2] uint8, 0 to 15; the low half of a byte is the column before
-    scales: Tensor  # [N, G], any float dtype
-    zeros: Tensor | None = None  # [N, G] uint8; None stands for 8
-    order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None if the orders are equal
-    mins: Tensor | None = None  # [N, G], any float dtype, instead of zeros
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.codes), 2 * self.codes.shape[1]
-
-    def with_rows(self, change: Callable[[Tensor], Tensor]) -> "FourBits":
-        """Applies the same change of rows, or of the device, to codes, scales, zeros and mins."""
-        zeros, mins = (None if each is None else change(each) for each in (self.zeros, self.mins))
-        return FourBits(change(self.codes), change(self.scales), zeros, self.order, mins)
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        def values(rows: slice) -> Tensor:
-            grouped = _halves(self.codes[rows]).float().view(*self.scales[rows].shape, -1)  # [rows, G, K / G]
-            scales = self.scales[rows].float()[:, :, None]
-            if self.mins is not None:
-                return grouped.mul_(scales).add_(self.mins[rows].float()[:, :, None]).flatten(1)
-            grouped -= 8.0 if self.zeros is None else self.zeros[rows].float()[:, :, None]
-            return grouped.mul_(scales).flatten(1)
-
-        return _in_slices(values, self.shape, dtype, self.codes.device, self.order)
-
-
-@dataclass(frozen=True, slots=True)
-class FourBitFloats:
-    """A matrix in e2m1, with a scale for each group of K / G columns of a row, and one for the whole matrix.
-
-    A value is code * scale * whole.
+    A value is (code - zero) * scale, with mins code * scale + min, or a number in e2m1 times the scale.
     """
 
-    codes: Tensor  # [N, K / 2] uint8, two values in e2m1; the low half of a byte is the column before
-    scales: Tensor  # [N, G], float8_e4m3fn or float8_e8m0fnu
-    whole: Tensor  # fp32, no axes
+    codes: Tensor  # [N, K] uint8, below 2^bits
+    scales: Tensor  # [N, G], any float dtype
+    bits: int = 4
+    zeros: Tensor | None = None  # [N, G] uint8; None stands for 2^(bits - 1)
+    mins: Tensor | None = None  # [N, G], any float dtype, instead of zeros
+    is_float: bool = False  # codes are numbers in e2m1, without zeros and mins
+    order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None if the orders are equal
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.codes), 2 * self.codes.shape[1]
+        return len(self.codes), self.codes.shape[1]
+
+    @property
+    def form(self) -> Form:
+        beside: Beside | None = "zeros" if self.zeros is not None else "mins" if self.mins is not None else None
+        return Form(self.codes.shape[1] // self.scales.shape[1], self.bits, beside, self.is_float)
+
+    @property
+    def middle(self) -> int:
+        """The code that stands for 0 if there are no zeros and no mins."""
+        return 1 << self.bits - 1
+
+    @property
+    def all_zeros(self) -> Tensor:
+        """[N, G] uint8."""
+        return torch.full_like(self.scales, self.middle, dtype=torch.uint8) if self.zeros is None else self.zeros
+
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> "Codes":
+        """Applies the same change of rows, or of the device, to codes, scales, zeros and mins."""
+        zeros, mins = (None if each is None else change(each) for each in (self.zeros, self.mins))
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, mins=mins)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        table = torch.tensor(_E2M1, device=self.codes.device)
+        wide = torch.float64 if self.scales.dtype == torch.float64 else torch.float32
+        table = torch.tensor(E2M1, device=self.codes.device)
 
         def values(rows: slice) -> Tensor:
-            codes = _halves(self.codes[rows]).flatten().int()
-            grouped = table.index_select(0, codes).view(*self.scales[rows].shape, -1)  # [rows, G, K / G]
-            grouped *= self.scales[rows].float()[:, :, None]
-            grouped *= self.whole
-            return grouped.flatten(1)
+            codes, scales = self.codes[rows], self.scales[rows].to(wide)[:, :, None]
+            if self.is_float:
+                codes = table.index_select(0, codes.flatten().int())
+            grouped = codes.to(wide).view(*scales.shape[:2], -1)  # [rows, G, K / G]
+            if self.mins is not None:
+                return grouped.mul_(scales).add_(self.mins[rows].float()[:, :, None]).flatten(1)
+            if not self.is_float:
+                grouped -= float(self.middle) if self.zeros is None else self.zeros[rows].to(wide)[:, :, None]
+            return grouped.mul_(scales).flatten(1).float()
 
-        return _in_slices(values, self.shape, dtype, self.codes.device)
-
-
-# The values of the codes 0 to 15 in e2m1: the highest bit is the sign.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+        return _in_slices(values, self.shape, dtype, self.codes.device, self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,6 @@ class EightBits:
     scales: Tensor  # [ceil(N / block rows), ceil(K / block columns)], any float dtype
     block: tuple[int, int]
     zeros: Tensor | None = None  # int16, of the shape of `scales`; None stands for 0
-    order: Tensor | None = None  # as in `FourBits`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -109,7 +105,7 @@ class EightBits:
             found *= self._spread(self.scales, rows)
             return found
 
-        return _in_slices(values, self.shape, dtype, self.codes.device, self.order)
+        return _in_slices(values, self.shape, dtype, self.codes.device)
 
     def _spread(self, of_blocks: Tensor, rows: slice) -> Tensor:
         """A value for each block -> a value for each code of these rows, [rows, K] or broadcast to it, fp32."""
@@ -150,23 +146,15 @@ def _in_slices(
     return whole
 
 
-def _halves(pairs: Tensor) -> Tensor:
+def halves(pairs: Tensor) -> Tensor:
     """uint8 [A, B] -> uint8 [A, 2 B]: the low half of each byte, then its high half."""
     return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-
-
-def four_bits(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None = None, order: Tensor | None = None, mins: Tensor | None = None
-) -> FourBits:
-    """`codes`: [N, K] uint8 of 0 to 15, K even. The rest is as in `FourBits`."""
-    pairs = codes.view(len(codes), -1, 2)
-    return FourBits(pairs[:, :, 0] | pairs[:, :, 1] << 4, scales, zeros, order, mins)
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [A, B] -> uint8 [A, B * 32 / bits]: the fields of 4 or 8 bits of each word, the lowest bits first."""
     little_endian = words.contiguous().view(torch.uint8)
-    return little_endian if bits == 8 else _halves(little_endian)
+    return little_endian if bits == 8 else halves(little_endian)
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:

@@ -5,11 +5,11 @@ Source: `modelopt.py` of vLLM.
 
 from engine.model.quantized.fp4 import read_nvfp4
 from engine.model.quantized.fp8 import read_fp8
-from engine.model.quantized.layout import EightBits, FourBitFloats
+from engine.model.quantized.layout import Codes, EightBits
 from engine.model.quantized.parts import Parts
 from engine.model.quantized.scheme import Fp8, ModelOpt
 
 
-def read_modelopt(parts: Parts, scheme: ModelOpt) -> EightBits | FourBitFloats:
+def read_modelopt(parts: Parts, scheme: ModelOpt) -> Codes | EightBits:
     parts.skip("input_scale")
     return read_nvfp4(parts) if scheme.algorithm == "NVFP4" else read_fp8(parts, Fp8(None, has_input_scales=False))

@@ -128,7 +128,8 @@ def _read_gptq(said: _Said) -> Gptq:
     for key in ("dynamic", "extra_config"):  # layers with settings of their own
         said.empty(key)
     reorders = said.one_of("desc_act", True, False, absent=False)
-    return Gptq(bits, said.group_size("group_size"), reorders, adds_one=form != "gptq_v2")
+    symmetric = said.one_of("sym", True, False, None) is True
+    return Gptq(bits, said.group_size("group_size"), symmetric, reorders, adds_one=form != "gptq_v2")
 
 
 def _read_awq(said: _Said) -> Awq:

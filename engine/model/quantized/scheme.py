@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.codes import Form
+
 Strategy = Literal["tensor", "channel", "group", "block"]
 # Columns that share a scale.
 NVFP4_GROUP, MXFP4_GROUP = 16, 32
@@ -29,6 +31,7 @@ class Gptq:
 
     bits: Literal[4, 8]
     group_size: int | None
+    symmetric: bool  # config.json says that every zero is 2^(bits - 1)
     reorders: bool  # desc_act: g_idx gives the group of each column
     adds_one: bool
 
@@ -113,7 +116,7 @@ class Gguf:
 
     kinds: tuple[str, ...]  # ggml's names for the types of the layers' matrices, the type with the most values first
     num_values: int  # in the matrices of all layers
-    kept: tuple[tuple[int, int], ...]  # for each layer: values that can stay in 4 bits, and their bytes then
+    kept: tuple[tuple[tuple[Form, int], ...], ...]  # for each layer: how many values can stay in codes of each form
 
     def __str__(self) -> str:
         return f"GGUF with {' and '.join(self.kinds)}"

@@ -1,21 +1,23 @@
-"""Measures x W^T for W in 4 bits at the models' shapes, beside cuBLAS in bf16 and the time to read W.
+"""Measures x W^T for W in 4 to 8 bits at the models' shapes, beside cuBLAS in bf16 and the time to read W.
 
 The products are measured alone and as a chain of layers. Chains of layers in 8 bits are measured, too.
 
-python -m loadtests.kernels.four_bits
+python -m loadtests.kernels.packed
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine import kernels
+from engine.codes import Form
 from engine.devices import DTYPES
-from engine.kernels.four_bits import Packed, pack4
 from engine.kernels.gemm_hopper import FollowedBy
-from engine.kernels.linear4 import unpacked
+from engine.kernels.linear_packed import unpacked
+from engine.kernels.packed import Packed, pack
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize_weight
 from engine.measure.timing import copy_bandwidth, seconds_of
 from loadtests.kernels.few_rows import ROTATE_BYTES, chains, random
@@ -24,21 +26,26 @@ from loadtests.report import write
 
 ROWS = (1, 8, 16, 32, 64, 96, 128, 256)
 ROWS_IN_8_BITS = (1, 16, 32, 64)
-GROUP = 128
+ROWS_OF_OTHER_FORMS = (1, 8, 16, 32, 64, 128)
+FORM = Form(128)
+OTHER_FORMS = {"Q4_0": Form(32), "Q4_1 and Q4_K": Form(32, beside="mins"), "NVFP4": Form(16, is_float=True),
+               "Q5_K": Form(32, 5, "mins"), "Q6_K": Form(16, 6), "Q8_0": Form(32, 8), "W8A16": Form(128, 8)}  # fmt: skip
 
 
-def packed(n: int, k: int) -> Packed:
+def packed(n: int, k: int, form: Form = FORM) -> Packed:
     """Random codes. The scales are such that products are about as large as x."""
-    codes = torch.randint(0, 256, (n, k // 2), device="cuda", dtype=torch.uint8)
-    scales = (torch.rand(n, k // GROUP, device="cuda") + 0.5) / (5 * k**0.5)
-    return pack4(codes, scales.half())
+    most = 1 << form.bits
+    codes = torch.randint(0, most, (n, k), device="cuda", dtype=torch.uint8)
+    scales = (torch.rand(n, k // form.group, device="cuda") + 0.5) * 16 / most / (5 * k**0.5)
+    mins = -scales * most / 2 if form.beside == "mins" else None
+    return pack(codes, form, scales.half(), None if mins is None else mins.half())
 
 
 def product(x: Tensor, weight: Packed, follows: FollowedBy, y: Tensor, norm: Tensor) -> Tensor:
     """A product as in a layer: either x is normalised first, or the product is added to `y`."""
     if follows == "residual":
-        return kernels.linear4_add(x, weight, y)
-    return (kernels.linear4_swiglu if follows == "swiglu" else kernels.linear4)(x, weight, norm, 1e-6)
+        return kernels.linear_packed_add(x, weight, y)
+    return (kernels.linear_packed_swiglu if follows == "swiglu" else kernels.linear_packed)(x, weight, norm, 1e-6)
 
 
 def products(bandwidth: float) -> Iterator[dict[str, Any]]:
@@ -95,14 +102,19 @@ def main() -> None:
         "x W^T": list(products(bandwidth)),
         "Four products a layer, all layers": list(chains(bandwidth, ROWS, packed, lambda w: w.records.nbytes, product)),
     }
+    for kind, form in OTHER_FORMS.items():
+        matrix = partial(packed, form=form)
+        table = chains(bandwidth, ROWS_OF_OTHER_FORMS, matrix, lambda w: w.records.nbytes, product, ("8B",))
+        tables[f"The 8B in {form}, as {kind}"] = list(table)
     tables |= {f"The same in {name}": in_8_bits(bandwidth, DTYPES[name]) for name in ("int8", "float8")}
     notes = [
-        f"groups of {GROUP}; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in SwiGLU",
+        f"{FORM} if nothing else is said; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in "
+        "SwiGLU",
         f"floor: W's codes and scales at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
         "20 calls to a CUDA graph, over weights that take turns; a chain is one call, and a graph of its own",
         "in 8 bits: x is quantised before each product, except for up to 16 rows beside float8; floor of W's values",
     ]
-    write("kernels_four_bits", "python -m loadtests.kernels.four_bits", tables, notes)
+    write("kernels_packed", "python -m loadtests.kernels.packed", tables, notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""x W^T for up to 128 rows of x and W in 4 bits, by tiles of W's rows."""
+"""x W^T for up to 128 rows of x and W in 4 to 8 bits, by tiles of W's rows."""
 
 import math
 from dataclasses import dataclass
@@ -7,10 +7,11 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from engine.codes import STRIP, Form
 from engine.kernels.attention_hopper import FEATURES
-from engine.kernels.four_bits import STRIP, Packed, chunk_of, record_bytes
 from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, half, is_hopper, num_sms, shared_bytes_of
+from engine.kernels.packed import Packed
 
 ROWS = (16, 32, 64, 128)  # numbers of rows of x for which kernels are compiled
 _WARPS = 8
@@ -30,8 +31,8 @@ class TiledShape:
     blocks: int
     wgmma: bool  # whether products use the instructions of sm_90a, not those of sm_80
 
-    def shared_bytes(self, rows: int, group: int, has_zeros: bool) -> int:
-        return self.stages * _stage_bytes(self.tall, self.per_step, rows, group, has_zeros) + _BYTES_BESIDE
+    def shared_bytes(self, rows: int, form: Form) -> int:
+        return self.stages * _stage_bytes(self.tall, self.per_step, rows, form) + _BYTES_BESIDE
 
 
 def padded(m: int) -> int:
@@ -40,24 +41,22 @@ def padded(m: int) -> int:
 
 
 @lru_cache
-def tiled_shape(
-    n: int, k: int, rows: int, group: int, has_zeros: bool, has_mins: bool, sms: int, most_bytes: int, wgmma: bool
-) -> TiledShape | None:
+def tiled_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int, wgmma: bool) -> TiledShape | None:
     """Returns the shape for W [n, k]. None if a block would need too many registers or too much shared memory.
 
     Args:
         rows: rows of x, `padded`.
         most_bytes: the most bytes of shared memory for a block.
     """
-    if rows > 64 and (has_mins or group == 32):
+    if rows > 64 and (form.beside == "mins" or form.group < 64):
         return None
-    per_step = 2 if chunk_of(group) == 64 and k % 128 == 0 else 1
+    per_step = 2 if form.chunk == 64 and k % 128 == 0 else 1
     strips = n // STRIP
-    talls = [2, 1] if rows <= 64 and not has_mins and group > 32 and strips >= _LEAST_TILES * sms * 2 * _WARPS else [1]
-    for tall in talls:
-        stages = (most_bytes - _BYTES_BESIDE) // _stage_bytes(tall, per_step, rows, group, has_zeros)
+    takes_two = rows <= 64 and form.beside != "mins" and form.group > 32 and strips >= _LEAST_TILES * sms * 2 * _WARPS
+    for tall in (2, 1) if takes_two else (1,):
+        stages = (most_bytes - _BYTES_BESIDE) // _stage_bytes(tall, per_step, rows, form)
         if stages >= _LEAST_STAGES:
-            tiles, steps = -(-strips // (_WARPS * tall)), k // (per_step * chunk_of(group))
+            tiles, steps = -(-strips // (_WARPS * tall)), k // (per_step * form.chunk)
             # With more blocks for a tile each block has fewer steps, but the tile's last block has more sums to add.
             blocks = min(sms, tiles * math.ceil(math.sqrt(steps)))
             return TiledShape(tall, per_step, min(_MOST_STAGES, stages), blocks, wgmma)
@@ -67,12 +66,11 @@ def tiled_shape(
 def tiled_shape_of(m: int, weight: Packed) -> TiledShape | None:
     """Returns the shape for m rows of x, m up to 128, on the device of `weight`. None as in `tiled_shape`."""
     device = weight.records.device
-    matrix = weight.group, weight.has_zeros, weight.has_mins
-    wgmma = is_hopper(device)
-    return tiled_shape(len(weight), weight.k, padded(m), *matrix, num_sms(device), shared_bytes_of(device), wgmma)
+    limits = num_sms(device), shared_bytes_of(device)
+    return tiled_shape(len(weight), weight.k, padded(m), weight.form, *limits, is_hopper(device))
 
 
-def four_bits_tiled(
+def packed_tiles(
     x: Tensor, weight: Packed, shape: TiledShape, followed_by: FollowedBy = "nothing", out: Tensor | None = None
 ) -> Tensor:
     """Returns x W^T in x's dtype.
@@ -87,7 +85,7 @@ def four_bits_tiled(
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows = padded(m)
-    kernel = _kernel(rows, weight.group, weight.has_zeros, weight.has_mins, shape, followed_by, x.dtype, x.device)
+    kernel = _kernel(rows, weight.form, shape, followed_by, x.dtype, x.device)
     # Each block may have only a part of the steps of two tiles, its first and its last. It leaves their sums here.
     partial = torch.empty(2 * shape.blocks * _WARPS * shape.tall * STRIP * rows, dtype=torch.float32, device=x.device)
     kernel(shape.blocks, x, weight.records, y, partial, weight.counters, m, n, weight.k, x.stride(0), y.stride(0))
@@ -96,29 +94,17 @@ def four_bits_tiled(
 
 @cache
 def _kernel(
-    rows: int,
-    group: int,
-    has_zeros: bool,
-    has_mins: bool,
-    shape: TiledShape,
-    followed_by: FollowedBy,
-    dtype: torch.dtype,
-    device: torch.device,
+    rows: int, form: Form, shape: TiledShape, followed_by: FollowedBy, dtype: torch.dtype, device: torch.device
 ) -> Kernel:
-    defines = tiled_defines(rows, group, has_zeros, has_mins, shape, followed_by, dtype)
-    shared = shape.shared_bytes(rows, group, has_zeros)
+    defines, shared = tiled_defines(rows, form, shape, followed_by, dtype), shape.shared_bytes(rows, form)
     features = FEATURES if shape.wgmma else ""
-    return Kernel("four_bits_tiled", "four_bits_tiled", defines, device, 32 * _WARPS, shared, features)
+    return Kernel("packed_tiles", "packed_tiles", defines, device, 32 * _WARPS, shared, features)
 
 
-def tiled_defines(
-    rows: int, group: int, has_zeros: bool, has_mins: bool, shape: TiledShape, followed_by: FollowedBy, dtype: torch.dtype
-) -> dict[str, int]:
+def tiled_defines(rows: int, form: Form, shape: TiledShape, followed_by: FollowedBy, dtype: torch.dtype) -> dict[str, int]:
     return {
+        **form.defines,
         "ROWS": rows,
-        "GROUP": group,
-        "ZEROS": int(has_zeros),
-        "MINS": int(has_mins),
         "TALL": shape.tall,
         "PER_STEP": shape.per_step,
         "STAGES": shape.stages,
@@ -127,5 +113,5 @@ def tiled_defines(
     }
 
 
-def _stage_bytes(tall: int, per_step: int, rows: int, group: int, has_zeros: bool) -> int:
-    return per_step * (2 * rows * chunk_of(group) + _WARPS * tall * record_bytes(group, has_zeros))
+def _stage_bytes(tall: int, per_step: int, rows: int, form: Form) -> int:
+    return per_step * (2 * rows * form.chunk + _WARPS * tall * form.record_bytes)

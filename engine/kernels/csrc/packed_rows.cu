@@ -1,4 +1,4 @@
-// y = x W^T for at most 8 rows of x and W in 4 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
+// y = x W^T for at most 8 rows of x and W in 4 to 8 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
 // later. The kernel reads W once, at the rate of the memory. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows. norm [K] in 16 bits.
 //   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
@@ -12,18 +12,17 @@
 // shared memory and computes one tile after another. A warp takes TALL * 16 rows of a tile and one of DEEP parts of the slice. It
 // copies records by cp.async into a ring of STAGES steps. Each lane reads only the bytes that it has copied, so the ring needs no
 // barrier. W does not depend on the kernel before, so the ring is full when that kernel ends.
-// The 16-row operand of an mma has rows of W, the 8-column operand rows of x. A code becomes 128 + code (bf16) or 1024 + code
-// (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32 sums of a group.
+// The 16-row operand of an mma has rows of W, the 8-column operand rows of x. The scale multiplies the fp32 sums of a group.
 // With MINS the sums of the group's x are computed as well, by one mma with ones for all rows of W, and the min multiplies them.
 // The warps that share rows add up their sums in shared memory, in the order of the warps. With SPLIT > 1 each block leaves its
 // sums in `partial`, and the tile's last block adds them up in the order of the slices. So the result does not depend on which
 // block is last.
 //
-// Floor: N * K / 2 bytes of codes, and the scales.
+// Floor: N * K * BITS / 8 bytes of codes, and the scales.
 constexpr int SLOT = CODES + 32 * LANE_SCALES;  // a record in shared memory, where each lane has its own copy of its scales
 constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
 constexpr int ROWS = 8;    // rows of x in an mma
-constexpr int CHAINS = 2;  // independent sums of a group, so that products wait less for each other
+constexpr int CHAINS = GROUP > 16 ? 2 : 1;  // independent sums of a group, so that products wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
 static_assert(WARPS == 8, "up to eight warps share a row of x");
 
@@ -75,9 +74,10 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
     Scales scales[TALL];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-        u32 words[TALL][4], rows[4];
+        Words words[TALL];
+        u32 rows[4];
 #pragma unroll
-        for (int r = 0; r < TALL; ++r) load_words(words[r], slot + r * SLOT + h * 512 + lane * 16);
+        for (int r = 0; r < TALL; ++r) words[r].load(slot + r * SLOT, h);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {  // 16 columns each
             const int column = h * 64 + j * 16;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
 #pragma unroll
                 for (int r = 0; r < TALL; ++r) {
                     const u32 its = slot + r * SLOT + CODES + lane * LANE_SCALES + at;
-                    scales[r] = Scales(load_word(its), ZEROS ? load_word(its + 4) : EIGHTS);
+                    scales[r] = Scales(load_word(its), ZEROS ? load_word(its + 4) : MIDDLES);
 #pragma unroll
                     for (int e = 0; e < 4 * CHAINS; ++e) group[e / 4][r][e % 4] = 0.f;
                 }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
             for (int r = 0; r < TALL; ++r) {
                 u32 a[4];
 #pragma unroll
-                for (int i = 0; i < 4; ++i) a[i] = codes_of(words[r][j] >> 4 * i, scales[r].minus[i % 2]);
+                for (int i = 0; i < 4; ++i) a[i] = words[r].values_of(4 * j + i, scales[r].minus[i % 2]);
                 mma(group[j % CHAINS][r], a, near, far);
             }
             if ((column + 16) % GROUP == 0) {
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
 #pragma unroll
                     for (int e = 0; e < 4; ++e) {
                         float& sum = element(sums.of[r], e);
-                        sum = fmaf(scales[r].of[e / 2], group[0][r][e] + group[1][r][e], sum);
+                        sum = fmaf(scales[r].of[e / 2], CHAINS == 2 ? group[0][r][e] + group[CHAINS - 1][r][e] : group[0][r][e], sum);
                         if (MINS) sum = fmaf(scales[r].mins[e / 2], x_sums[e], sum);
                     }
             }
@@ -121,9 +121,9 @@ __device__ __forceinline__ float one(u16 x) { return low(x); }
 __device__ __forceinline__ u16 rounded(float x) { return static_cast<u16>(pack(x, x)); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* __restrict__ norm, u16* __restrict__ y,
-          float* __restrict__ partial, float* __restrict__ all_squares, int* __restrict__ counters, i64 m_, i64 n_, i64 k_,
-          i64 x_stride, i64 y_stride, float eps) {
+packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16* __restrict__ norm, u16* __restrict__ y,
+            float* __restrict__ partial, float* __restrict__ all_squares, int* __restrict__ counters, i64 m_, i64 n_, i64 k_,
+            i64 x_stride, i64 y_stride, float eps) {
     extern __shared__ __align__(16) unsigned char rings[];
     Shared& shared = *reinterpret_cast<Shared*>(rings + WARPS * RING);
     float4* const to_add = reinterpret_cast<float4*>(&shared + 1);
@@ -153,7 +153,13 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
                 }
                 const u32 slot = ring + (next_stage * TALL + r) * SLOT;
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h) copy_async<16>(slot + h * 512 + lane * 16, from[r] + h * 512 + lane * 16);
+                for (int h = 0; h < HALVES; ++h) {
+                    copy_async<16>(slot + h * 512 + lane * 16, from[r] + h * 512 + lane * 16);
+                    if (HIGH > 0) {
+                        const u32 its = LOW_CODES + h * 128 * HIGH + lane * 4 * HIGH;
+                        copy_async<(HIGH > 0 ? 4 * HIGH : 4)>(slot + its, from[r] + its);
+                    }
+                }
                 copy_async<LANE_SCALES>(slot + CODES + lane * LANE_SCALES, from[r] + CODES + lane / 4 * LANE_SCALES);
                 from[r] += RECORD;
             }
@@ -283,7 +289,7 @@ four_bits(const u16* __restrict__ x, const int* __restrict__ packed, const u16* 
 
 // Writes W [N, K] in 16 bits, as `packed` has it. A warp writes a record.
 extern "C" __global__ void __launch_bounds__(256)
-four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 records, i64 chunks, i64 k) {
+packed_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 records, i64 chunks, i64 k) {
     overlap();
     const i64 record = static_cast<i64>(blockIdx.x) * 8 + threadIdx.x / 32;
     if (record >= records) return;
@@ -292,15 +298,20 @@ four_bits_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 record
     u16* const to = w + (record / chunks * 16 + lane / 4) * k + record % chunks * CHUNK + lane % 4 * 8;
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-        const Vec8 words = reinterpret_cast<const Vec8*>(from + h * 512)[lane];
+        Words words;
+        const Vec8 low_words = reinterpret_cast<const Vec8*>(from + h * 512)[lane];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words.low[i] = low_words.word[i];
+#pragma unroll
+        for (int i = 0; i < HIGH; ++i) words.high[i] = reinterpret_cast<const u32*>(from + LOW_CODES + h * 128 * HIGH)[lane * HIGH + i];
         u32 values[4][4];  // [word][register]
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const u32* const its = reinterpret_cast<const u32*>(from + CODES + lane / 4 * LANE_SCALES) + (h * 64 + j * 16) / GROUP * (1 + ZEROS);
-            const Scales scales(its[0], ZEROS ? its[1] : EIGHTS);
+            const Scales scales(its[0], ZEROS ? its[1] : MIDDLES);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const u32 pair = codes_of(words.word[j] >> 4 * i, scales.minus[i % 2]);
+                const u32 pair = words.values_of(4 * j + i, scales.minus[i % 2]);
                 const float scale = scales.of[i % 2], min = scales.mins[i % 2];
                 if (MINS)
                     values[j][i] = pack(fmaf(low(pair), scale, min), fmaf(high(pair), scale, min));

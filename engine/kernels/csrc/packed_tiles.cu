@@ -1,4 +1,4 @@
-// y = x W^T for up to 128 rows of x and W in 4 bits, fused with the operation after it, for sm_80 and later. Sums in fp32.
+// y = x W^T for up to 128 rows of x and W in 4 to 8 bits, fused with the operation after it, for sm_80 and later. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows.
 //   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
@@ -12,13 +12,12 @@
 // cp.async brings each step's W and x into a ring of STAGES stages. W does not depend on the kernel before, so W is fetched
 // before that kernel ends. x is in boxes of 64 columns with TMA's swizzle: ldmatrix reads them without bank conflicts, and wgmma
 // expects this layout.
-// The 16-row operand of a product has rows of W, in registers; the other operand has rows of x. A code becomes 128 + code (bf16)
-// or 1024 + code (fp16) by one logical operation. One fma subtracts 128 + zero, which is exact. The scale multiplies the fp32
+// The 16-row operand of a product has rows of W, in registers; the other operand has rows of x. The scale multiplies the fp32
 // sums of a group. With MINS the sums of the group's x are computed as well, by a product with ones, and the min multiplies them.
 // On Hopper the products are wgmma. Its register operand and its sums have the layout of m16n8k16, with 16 of the 64 rows in a
 // warp.
 //
-// Floor: N * K / 2 bytes of codes, and the scales. x is read once for each tile, from the L2 cache.
+// Floor: N * K * BITS / 8 bytes of codes, and the scales. x is read once for each tile, from the L2 cache.
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int STRIPS = WARPS * TALL;  // 16-row strips of a tile
 constexpr int TILES = ROWS / 8;       // 8-row tiles of x
@@ -53,14 +52,14 @@ struct Sums {
     float of[TALL][TILES][4];
 };
 
-// Makes the A operand of 16 columns from one word of a lane's codes.
-__device__ __forceinline__ void operand(u32 (&a)[4], u32 word, const Scales& scales) {
+// Makes the A operand of the 16 columns `j` of a lane's codes.
+__device__ __forceinline__ void operand(u32 (&a)[4], const Words& words, int j, const Scales& scales) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = codes_of(word >> 4 * i, scales.minus[i % 2]);
+    for (int i = 0; i < 4; ++i) a[i] = words.values_of(4 * j + i, scales.minus[i % 2]);
 }
 __device__ __forceinline__ Scales scales_of(u32 record, int group) {
     const u32 its = record + CODES + threadIdx.x % 32 / 4 * LANE_SCALES + group * (1 + ZEROS) * 4;
-    return Scales(load_word(its), ZEROS ? load_word(its + 4) : EIGHTS);
+    return Scales(load_word(its), ZEROS ? load_word(its + 4) : MIDDLES);
 }
 __device__ __forceinline__ void add_group(float (&sums)[TILES][4], const float (&group)[TILES][4], const float (&x_sums)[TILES][4], const Scales& scales) {
 #pragma unroll
@@ -125,11 +124,11 @@ struct Operands {
         const int first = number % NUMBER / TALL * GROUP, at = number % 2;
         const u32 record = w + (threadIdx.x / 32 * TALL + number % TALL) * PART + first / CHUNK * RECORD;
         scales[at] = scales_of(record, first % CHUNK / GROUP);
-        u32 words[(GROUP + 63) / 64][4];
+        Words words[(GROUP + 63) / 64];
 #pragma unroll
-        for (int h = 0; h < (GROUP + 63) / 64; ++h) load_words(words[h], record + (first % CHUNK / 64 + h) * 512 + threadIdx.x % 32 * 16);
+        for (int h = 0; h < (GROUP + 63) / 64; ++h) words[h].load(record, first % CHUNK / 64 + h);
 #pragma unroll
-        for (int j = 0; j < GROUP / 16; ++j) operand(of[at][j], words[j / 4][(first / 16 + j) % 4], scales[at]);
+        for (int j = 0; j < GROUP / 16; ++j) operand(of[at][j], words[j / 4], (first / 16 + j) % 4, scales[at]);
     }
     __device__ __forceinline__ void begin(u32 w) { convert(0, w); }
     __device__ __forceinline__ void swap() {
@@ -198,19 +197,19 @@ __device__ __forceinline__ void multiply(Sums& sums, Operands&, u32 x, u32 w, Ne
     for (int i = 0; i < PER_STEP; ++i) {
         float group[TALL][TILES][4], x_sums[TILES][4];
         Scales scales[TALL];
-        u32 words[TALL][4];
+        Words words[TALL];
 #pragma unroll
         for (int column = 0; column < CHUNK; column += 16) {
             const bool begins = column % GROUP == 0;
 #pragma unroll
             for (int r = 0; r < TALL; ++r) {
                 const u32 record = w + (warp * TALL + r) * PART + i * RECORD;
-                if (column % 64 == 0) load_words(words[r], record + column / 64 * 512 + lane * 16);
+                if (column % 64 == 0) words[r].load(record, column / 64);
                 if (begins) scales[r] = scales_of(record, column / GROUP);
             }
             u32 a[TALL][4];
 #pragma unroll
-            for (int r = 0; r < TALL; ++r) operand(a[r], words[r][column / 16 % 4], scales[r]);
+            for (int r = 0; r < TALL; ++r) operand(a[r], words[r], column / 16 % 4, scales[r]);
 #pragma unroll
             for (int t = 0; t < TILES; t += 2) {
                 u32 rows[4];  // 16 columns of two tiles
@@ -264,7 +263,7 @@ __device__ __forceinline__ void write(u32* to, const float (&sums)[4], const u32
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-four_bits_tiled(const u16* __restrict__ x, const int* __restrict__ packed, u16* __restrict__ y, float* __restrict__ partial,
+packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __restrict__ y, float* __restrict__ partial,
                 int* __restrict__ counters, i64 m_, i64 n_, i64 k_, i64 x_stride, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring[];
     bool& is_last = *reinterpret_cast<bool*>(ring + STAGES * (X_BYTES + W_BYTES));

@@ -1,10 +1,9 @@
-"""Tokens/s of Qwen3-8B's shape with random weights in 4 bits, beside bf16, on one GPU.
+"""Tokens/s of Qwen3-8B's shape with random weights in 4 to 8 bits, beside bf16, on one GPU.
 
-python -m loadtests.four_bit_models
+python -m loadtests.packed_models
 """
 
 import gc
-from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor
 
 from cluster.catalogue import CATALOGUE
+from engine.codes import Form
 from engine.kernels import Weight
-from engine.kernels.four_bits import pack4
+from engine.kernels.packed import pack
 from engine.measure import random_engine
 from engine.measure.engine_rates import Streaming
 from engine.measure.timing import copy_bandwidth
-from engine.model.quantized.layout import FourBits
+from engine.model.quantized.layout import Codes
 from engine.options import SamplingOptions
 from loadtests.report import write
 from serve_app.garbage import collect_seldom
@@ -30,37 +30,31 @@ CACHE_TOKENS = 40_000
 TARGETS = {1: 480, 64: 16_000}
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The storage of the layers' matrices. `group` None: bf16."""
-
-    name: str
-    group: int | None = None
-    has_mins: bool = False
+# The forms of all layers. None: bf16.
+FORMS = {"bf16": None, "as Q4_1 and Q4_K": Form(32, beside="mins"), "as Q4_0": Form(32), "as most of GPTQ": Form(128),
+         "as NVFP4": Form(16, is_float=True), "as Q5_K": Form(32, 5, "mins"), "as Q6_K": Form(16, 6),
+         "as Q8_0": Form(32, 8)}  # fmt: skip
 
 
-FORMS = (Form("bf16"), Form("groups of 32 with mins, as Q4_1 and Q4_K", 32, True), Form("groups of 32, as Q4_0", 32),
-         Form("groups of 128, as most of GPTQ", 128))  # fmt: skip
-
-
-def weights_of(form: Form) -> type[random_engine.RandomWeights]:
+def weights_of(form: Form | None) -> type[random_engine.RandomWeights]:
     """Random weights whose layers have this form."""
 
     class Weights(random_engine.RandomWeights):
-        def to_layer_dtype(self, weight: Tensor | FourBits) -> Weight:
+        def to_layer_dtype(self, weight: Tensor | Codes) -> Weight:
             assert isinstance(weight, Tensor), "RandomWeights gives only tensors"
-            if form.group is None:
+            if form is None:
                 return weight
-            n, k = weight.shape
-            codes = torch.randint(0, 256, (n, k // 2), device=weight.device, dtype=torch.uint8)
-            scales = torch.full((n, k // form.group), 0.02 / 4.6, device=weight.device, dtype=torch.float16)  # deviation 0.02
-            return pack4(codes, scales, mins=-7.5 * scales if form.has_mins else None)
+            (n, k), most = weight.shape, 1 << form.bits
+            codes = torch.randint(0, most, (n, k), device=weight.device, dtype=torch.uint8)
+            deviation = most / 12**0.5  # of the codes
+            scales = torch.full((n, k // form.group), 0.02 / deviation, device=weight.device, dtype=torch.float16)
+            return pack(codes, form, scales, -most / 2 * scales if form.beside == "mins" else None)
 
     return Weights
 
 
-def measure(form: Form) -> dict[str, Any]:
-    """A row of the table."""
+def measure(name: str, form: Form | None) -> dict[str, Any]:
+    """A row of the table. `name`: what has this form."""
     start, plain = perf_counter(), random_engine.RandomWeights
     random_engine.RandomWeights = weights_of(form)  # type: ignore[misc]
     try:
@@ -68,7 +62,7 @@ def measure(form: Form) -> dict[str, Any]:
     finally:
         random_engine.RandomWeights = plain  # type: ignore[misc]
     engine.speculate = False
-    row: dict[str, Any] = {"layers": form.name, "ready s": perf_counter() - start}
+    row: dict[str, Any] = {"layers": name if form is None else f"{form}, {name}", "ready s": perf_counter() - start}
     streaming = Streaming(engine)
     for count, tokens in TOKENS.items():
         steps = streaming.decode(count, CONTEXT, tokens, SamplingOptions(max_tokens=1, temperature=0.0))
@@ -83,17 +77,17 @@ def measure(form: Form) -> dict[str, Any]:
 def main() -> None:
     collect_seldom()
     rows = []
-    for form in FORMS:
-        rows.append(measure(form))
+    for name, form in FORMS.items():
+        rows.append(measure(name, form))
         gc.collect()
         torch.cuda.empty_cache()
     target = ", ".join(f"{rate:,} with {count}" for count, rate in TARGETS.items())
     notes = [
         f"prompts of {CONTEXT} tokens, temperature 0, no speculation; a copy runs at {copy_bandwidth() / 1e9:,.0f} GB/s",
         f"the target for groups of 128 on an H200 is {target} streams",
-        "Q4_K_M keeps 85 % of these values in 4 bits, and the rest in bf16",
+        "Q4_K_M has 85 % of these values in Q4_K, and the rest in Q6_K",
     ]
-    write("four_bit_models", "python -m loadtests.four_bit_models", {"Qwen3-8B, random weights": rows}, notes)
+    write("packed_models", "python -m loadtests.packed_models", {"Qwen3-8B, random weights": rows}, notes)
 
 
 if __name__ == "__main__":

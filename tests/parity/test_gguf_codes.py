@@ -1,4 +1,4 @@
-"""Blocks of GGUF files that stay in 4 bits: values against the `gguf` package, and models against the dequantised models."""
+"""Blocks of GGUF files that stay in their codes: values against the `gguf` package, and models against the dequantised models."""
 
 import json
 import logging
@@ -15,27 +15,29 @@ import tiny_gguf
 import torch
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
-from test_models_in_four_bits import four_bit_layers, keep_on_a_cpu, log_probs, matrices
+from test_kept_codes import keep_on_a_cpu, log_probs, matrices, packed_layers
 
 from engine import Engine, load
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
-from engine.kernels.four_bits import Packed
-from engine.kernels.linear4 import unpacked
+from engine.kernels.linear_packed import unpacked
+from engine.kernels.packed import Packed
 from engine.model import footprint
 from engine.model.folder import load_model_config
-from engine.model.gguf_four_bits import read_matrix
+from engine.model.gguf_codes import read_matrix
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.keys import Keys
-from engine.model.quantized.four_bits import packed
-from engine.model.quantized.layout import FourBits
+from engine.model.quantized.kept import packed
+from engine.model.quantized.layout import Codes
 
 Tiny = Callable[..., Path]
 # Rows of Q4_K are multiples of 256 values.
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
-# Some layers of Q4_K_M files have these types.
-MIXED = MappingProxyType({"blk.0.attn_v.weight": Kind.Q6_K, "blk.1.ffn_down.weight": Kind.Q6_K})
-STAYS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: str(kind.name))
+# Some layers of Q4_K_M files have Q6_K.
+MIXED = MappingProxyType({"blk.0.attn_v.weight": Kind.Q6_K, "blk.1.ffn_down.weight": Kind.IQ4_XS})
+KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q6_K, Kind.Q8_0]
+STAYS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.name))
+ROUNDED = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)  # scales have more bits than fp16
 
 
 @pytest.fixture(autouse=True)
@@ -43,12 +45,12 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def stored(tmp_path: Path, kind: Kind) -> tuple[FourBits, NDArray[np.float32]]:
+def stored(tmp_path: Path, kind: Kind) -> tuple[Codes, NDArray[np.float32]]:
     """A matrix that we read from a file, and the values of the `gguf` package."""
     blocks = tiny_gguf.random_blocks((48, 512), kind, 0)
     path = tiny_gguf.write(tmp_path / "one.gguf", "qwen3", {}, {"blk.0.attn_v.weight": blocks}, kind)
     found = read_matrix(GGUFWeights(path), "model.layers.0.self_attn.v_proj.weight", lambda rows: rows)
-    assert isinstance(found, FourBits)
+    assert isinstance(found, Codes)
     return found, gguf.quants.dequantize(blocks, kind)
 
 
@@ -61,15 +63,17 @@ def test_the_values_are_those_of_the_file(tmp_path: Path, kind: Kind) -> None:
 
 @STAYS
 def test_records_hold_the_values_but_for_scales_that_are_rounded(tmp_path: Path, kind: Kind) -> None:
-    """Q4_0 and Q4_1 have scales in fp16. A scale of Q4_K has 17 bits. fp16 keeps 11 of them: an error of up to 2^-11."""
+    """Q4_0 and others have scales in fp16. A scale of Q4_K has 17 bits. fp16 keeps 11 of them: an error of up to 2^-11."""
     found, expected = stored(tmp_path, kind)
     kept = unpacked(packed(found), torch.float32).numpy()
-    if kind != Kind.Q4_K:
+    if kind not in ROUNDED:
         np.testing.assert_array_equal(kept, expected)
         return
-    assert found.mins is not None
-    largest = 15 * found.scales.abs() + found.mins.abs()
-    bound = largest.repeat_interleave(32, dim=1).numpy() * 2**-11 + 2e-6  # a min with fp16's least exponent has fewer bits
+    largest = (1 << found.bits) * found.scales.abs()
+    if found.mins is not None:
+        largest += found.mins.abs()
+    # A number with fp16's least exponent has fewer bits.
+    bound = largest.repeat_interleave(found.form.group, dim=1).numpy() * 2**-11 + (1 << found.bits) * 2**-25
     error = np.abs(kept - expected)
     assert (error <= bound).all()
     in_bf16 = np.abs(torch.from_numpy(expected).to(torch.bfloat16).float().numpy() - expected)
@@ -87,7 +91,7 @@ def test_each_byte_of_a_file_counts(tmp_path: Path, kind: Kind) -> None:
         tensors[name][0, place] ^= 0x51
         path = tiny_gguf.write(tmp_path / "one.gguf", "qwen3", {}, tensors, kind)
         found = read_matrix(GGUFWeights(path), "model.layers.0.self_attn.v_proj.weight", lambda rows: rows)
-        assert isinstance(found, FourBits)
+        assert isinstance(found, Codes)
         expected = gguf.quants.dequantize(tensors[name], kind)
         assert not np.array_equal(expected, gguf.quants.dequantize(blocks, kind), equal_nan=True), place
         np.testing.assert_array_equal(found.dequantized(torch.float32).numpy(), expected, err_msg=str(place))
@@ -115,22 +119,22 @@ def test_the_same_model_as_dequantised(
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
         engine = Engine.load(folder, dtype="float32", device="cpu")
-    assert four_bit_layers(engine) == 8
-    assert f"{folder}: 14 matrices stay in 4 bits, none is dequantised" in caplog.text
-    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2 if kind == Kind.Q4_K else 1e-4)
+    assert packed_layers(engine) == 8
+    assert f"{folder}: 14 matrices stay in their codes, none is dequantised" in caplog.text
+    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2 if kind in ROUNDED else 1e-4)
 
 
-def test_types_of_other_widths_are_dequantised(
+def test_types_in_one_layer_may_differ(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V of the first layer has another type than Q and K, so the engine multiplies with V separately."""
+    """V of the first layer has another type than Q and K, so the engine multiplies with V separately. IQ4_XS is dequantised."""
     folder = generator(tiny, tmp_path, "qwen3", Kind.Q4_K, MIXED)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
         engine = Engine.load(folder, dtype="float32", device="cpu")
-    assert four_bit_layers(engine) == 7
-    assert "12 matrices stay in 4 bits, 2 with blocks of Q6_K are dequantised" in caplog.text
+    assert packed_layers(engine) == 8
+    assert "13 matrices stay in their codes, 1 with blocks of IQ4_XS are dequantised" in caplog.text
     np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2)
 
 
@@ -140,10 +144,14 @@ def test_types_of_other_widths_are_dequantised(
         (Kind.Q4_0, {}, 4.5),
         (Kind.Q4_1, {}, 5),
         (Kind.Q4_K, {}, 5),
+        (Kind.Q5_0, {}, 5.5),
+        (Kind.Q5_K, {}, 6),
+        (Kind.Q6_K, {}, 7),
+        (Kind.Q8_0, {}, 8.5),
         (Kind.Q4_K, MIXED, None),
         (Kind.Q4_0, {"blk.0.attn_v.weight": Kind.Q4_1, "blk.1.ffn_up.weight": Kind.Q4_1}, None),
     ],
-    ids=["Q4_0", "Q4_1", "Q4_K", "Q4_K and Q6_K", "only one has mins"],
+    ids=["Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_K", "Q6_K", "Q8_0", "Q4_K, Q6_K and IQ4_XS", "only one has mins"],
 )
 def test_the_footprint_counts_what_is_there(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, kinds: dict[str, Kind], bits: float | None
@@ -161,7 +169,8 @@ def test_the_footprint_counts_what_is_there(
     there = [weight.records.nbytes if isinstance(weight, Packed) else 2 * weight.numel() for weight in weights]
     assert sum(there) == counted
     if bits is not None:
-        assert counted * 8 == bits * values == rounded * 8
+        assert counted * 8 == bits * values
+        assert rounded * 8 == (bits if bits <= 5 else 4.25) * values
     else:
         assert rounded < counted, "--dtype int4 rounds the others"
 
@@ -175,7 +184,7 @@ def test_the_embedded_model_keeps_its_values() -> None:
     for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
         name = f"model.layers.17.{part}.weight"
         found = read_matrix(file, name, lambda rows: rows)
-        assert isinstance(found, FourBits)
+        assert isinstance(found, Codes)
         assert torch.equal(unpacked(packed(found), torch.float32), file.tensor(name)), name
 
 
@@ -198,9 +207,9 @@ def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, f
     folder = generator(tiny, tmp_path, family, kind, MIXED)
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     kept = Engine.load(folder, dtype="bfloat16", device="cuda")
-    assert four_bit_layers(kept) == 7
-    monkeypatch.setattr(load, "has_four_bits", lambda device: False)
+    assert packed_layers(kept) == (7 if kind == Kind.Q6_K else 8)  # V is separate if Q and K have another type
+    monkeypatch.setattr(load, "multiplies_codes", lambda device: False)
     plain = Engine.load(folder, dtype="bfloat16", device="cuda")
-    assert four_bit_layers(plain) == 0
+    assert packed_layers(plain) == 0
     error, theirs = (np.median(np.abs(log_probs(each) - exact)) for each in (kept, plain))
     assert 0 < error <= 1.25 * theirs

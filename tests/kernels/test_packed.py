@@ -1,5 +1,6 @@
-"""x W^T for W in 4 bits, with the operations around it, against the dequantised W in fp64."""
+"""x W^T for W in 4 to 8 bits, with the operations around it, against the dequantised W in fp64."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,46 +10,55 @@ from helpers import DEVICE, DTYPES, EPS, HOPPER, HOPPER_ONLY, poisoned, rms_norm
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels import linear4, linear4_add, linear4_swiglu, reference
+from engine.codes import Form
+from engine.kernels import linear_packed, linear_packed_add, linear_packed_swiglu, reference
 from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape_of
-from engine.kernels.four_bits import FourBitsShape, Packed, chunk_of, four_bits, four_bits_shape, pack4, padded, unpack4
-from engine.kernels.four_bits_tiled import TiledShape, four_bits_tiled, tiled_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, shared_bytes_of
 from engine.kernels.linear import interleaved
-from engine.model.quantized.layout import four_bits as in_bytes
+from engine.kernels.packed import Packed
+from engine.kernels.packed_rows import PackedShape, packed_rows, packed_shape, padded, unpack
+from engine.kernels.packed_tiles import TiledShape, packed_tiles, tiled_shape_of
+from engine.model.quantized.kept import packed
+from engine.model.quantized.layout import Codes
 
 pytestmark = pytest.mark.gpu
 
-MANY = FourBitsShape(1, 8, 1, 1, 2), FourBitsShape(1, 1, 8, 2, 3), FourBitsShape(3, 4, 2, 1, 4), FourBitsShape(5, 2, 4, 2, 2)
+MANY = PackedShape(1, 8, 1, 1, 2), PackedShape(1, 1, 8, 2, 3), PackedShape(3, 4, 2, 1, 4), PackedShape(5, 2, 4, 2, 2)
 # W's sizes: one strip, a size that is not a multiple of a tile, many turns, and sizes of models.
 SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 4096)]
-FORMS = [(128, None), (128, "zeros"), (128, "mins"), (64, None), (32, None), (32, "zeros"), (32, "mins")]
-groups = pytest.mark.parametrize(("group", "beside"), FORMS)
+IN_4_BITS = [Form(128), Form(128, beside="zeros"), Form(128, beside="mins"), Form(64), Form(32), Form(32, beside="zeros"),
+             Form(32, beside="mins")]  # fmt: skip
+OTHERS = [Form(16), Form(16, is_float=True), Form(32, is_float=True), Form(32, 5), Form(32, 5, "mins"), Form(64, 5, "zeros"),
+          Form(16, 6), Form(128, 6), Form(32, 6, "zeros"), Form(32, 8), Form(16, 8), Form(128, 8)]  # fmt: skip
+forms = pytest.mark.parametrize("form", [*IN_4_BITS, *OTHERS], ids=str)
 
 
-def matrix(n: int, k: int, group: int, beside: str | None) -> tuple[Packed, Tensor]:
-    """W in 4 bits, with zeros or mins beside its scales, and its values in fp64."""
-    torch.manual_seed(n + k + group)
-    codes = torch.randint(0, 16, (n, k), device=DEVICE, dtype=torch.uint8)
-    scales = ((torch.rand(n, k // group, device=DEVICE) + 0.1) / k**0.5).half()
-    zeros = torch.randint(4, 12, scales.shape, device=DEVICE, dtype=torch.uint8) if beside == "zeros" else None
-    mins = (-scales.float() * (4 + 8 * torch.rand_like(scales))).half() if beside == "mins" else None
-    found = in_bytes(codes, scales, zeros, mins=mins)
-    packed = pack4(found.codes, found.scales, found.zeros, found.mins)
-    return packed, found.dequantized(torch.float64)
+def matrix(n: int, k: int, form: Form) -> tuple[Packed, Tensor]:
+    """W, and its values in fp64."""
+    torch.manual_seed(n + k + form.group)
+    most = 1 << form.bits
+    codes = torch.randint(0, most, (n, k), device=DEVICE, dtype=torch.uint8)
+    scales = ((torch.rand(n, k // form.group, device=DEVICE) + 0.1) * 16 / most / k**0.5).half()
+    zeros = mins = None
+    if form.beside == "zeros":
+        zeros = torch.randint(most // 4, 3 * most // 4, scales.shape, device=DEVICE, dtype=torch.uint8)
+    if form.beside == "mins":
+        mins = (-scales.float() * most * (0.25 + 0.5 * torch.rand_like(scales))).half()
+    found = Codes(codes, scales, form.bits, zeros, mins, form.is_float)
+    return packed(found), found.dequantized(torch.float64)
 
 
-def shape_of(weight: Packed, m: int) -> FourBitsShape:
+def shape_of(weight: Packed, m: int) -> PackedShape:
     limits = num_sms(DEVICE), shared_bytes_of(DEVICE)
-    return four_bits_shape(len(weight), weight.k, padded(m), weight.group, weight.has_zeros, *limits)
+    return packed_shape(len(weight), weight.k, padded(m), weight.form, *limits)
 
 
 def check(
     m: int,
     weight: Packed,
     w: Tensor,
-    shape: FourBitsShape | FewRowsShape | TiledShape,
+    shape: PackedShape | FewRowsShape | TiledShape,
     dtype: torch.dtype,
     follows: FollowedBy,
     normed: bool,
@@ -68,36 +78,36 @@ def check(
     given = residual if follows == "residual" else None, norm if normed else None, EPS
     with poisoned():
         if isinstance(shape, TiledShape):
-            y = four_bits_tiled(x, weight, shape, follows, given[0])
+            y = packed_tiles(x, weight, shape, follows, given[0])
         elif isinstance(shape, FewRowsShape):
             y = few_rows(x, weight, shape, follows, *given)
         else:
-            y = four_bits(x, weight, shape, follows, *given)
+            y = packed_rows(x, weight, shape, follows, *given)
     assert_as_close_as_torch(y, low, exact)
     assert not weight.counters.any(), "the next launch needs zeros"
 
 
-@groups
+@forms
 @pytest.mark.parametrize(("n", "k"), SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unpacked(n: int, k: int, group: int, beside: str | None, dtype: torch.dtype) -> None:
-    weight, w = matrix(n, k, group, beside)
+def test_unpacked(n: int, k: int, form: Form, dtype: torch.dtype) -> None:
+    weight, w = matrix(n, k, form)
     with poisoned():
-        found = unpack4(weight, dtype)
+        found = unpack(weight, dtype)
     assert torch.equal(found, w.float().to(dtype))
 
 
-@groups
+@forms
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_groups(group: int, beside: str | None, dtype: torch.dtype) -> None:
-    weight, w = matrix(112, 384, group, beside)
+def test_groups(form: Form, dtype: torch.dtype) -> None:
+    weight, w = matrix(112, 384, form)
     for m in (1, 8):
         check(m, weight, w, shape_of(weight, m), dtype, "nothing", False)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_rows(n: int, k: int) -> None:
-    weight, w = matrix(n, k, 128, None)
+    weight, w = matrix(n, k, Form(128))
     for m in range(1, 9):
         check(m, weight, w, shape_of(weight, m), torch.bfloat16, "nothing", False)
 
@@ -105,10 +115,10 @@ def test_rows(n: int, k: int) -> None:
 @pytest.mark.parametrize("shape", MANY)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("follows", ["nothing", "residual", "swiglu"])
-@pytest.mark.parametrize(("group", "beside"), [(128, None), (32, "mins")])
-def test_what_lies_around(follows: FollowedBy, normed: bool, shape: FourBitsShape, group: int, beside: str | None) -> None:
+@pytest.mark.parametrize("form", [Form(128), Form(32, 5, "mins")], ids=str)
+def test_what_lies_around(follows: FollowedBy, normed: bool, shape: PackedShape, form: Form) -> None:
     for n, k in SIZES:
-        weight, w = matrix(n, k, group, beside)
+        weight, w = matrix(n, k, form)
         for m in (1, 7):
             check(m, weight, w, shape, torch.bfloat16, follows, normed)
 
@@ -124,11 +134,11 @@ FEW = [  # W's sizes and shapes of the kernel: one turn or many, a ring that hol
 
 
 @HOPPER_ONLY[1]
-@groups
+@pytest.mark.parametrize("form", IN_4_BITS, ids=str)
 @pytest.mark.parametrize(("follows", "normed"), [("residual", False), ("swiglu", True), ("nothing", True)])
-def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, group: int, beside: str | None) -> None:
+def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, form: Form) -> None:
     for n, k, shape in FEW:
-        weight, w = matrix(n, k, group, beside)
+        weight, w = matrix(n, k, form)
         for m in (1, 13, 32):
             own = shape or few_rows_shape_of(torch.empty(m, k, device=DEVICE, dtype=torch.bfloat16), weight, normed)
             assert own is not None, "the kernel takes the models' shapes"
@@ -141,13 +151,23 @@ INSTRUCTIONS = ["wgmma", "mma"] if HOPPER else ["mma"]
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@groups
-@pytest.mark.parametrize("follows", ["nothing", "residual", "swiglu"])
-def test_tiled(follows: FollowedBy, group: int, beside: str | None, instructions: str) -> None:
+@forms
+def test_tiled(form: Form, instructions: str) -> None:
+    check_tiled(form, instructions, (9, 64, 128), "residual")
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("form", [Form(128), Form(32, 5, "mins")], ids=str)
+@pytest.mark.parametrize("follows", ["nothing", "swiglu"])
+def test_what_follows_tiles(follows: FollowedBy, form: Form, instructions: str) -> None:
+    check_tiled(form, instructions, (64,), follows)
+
+
+def check_tiled(form: Form, instructions: str, rows: Sequence[int], follows: FollowedBy) -> None:
     for n, k in TILED:
-        if k % chunk_of(group) == 0:
-            weight, w = matrix(n, k, group, beside)
-            for m in (9, 64, 128):
+        if k % form.chunk == 0:
+            weight, w = matrix(n, k, form)
+            for m in rows:
                 if (shape := tiled_shape_of(m, weight)) is not None:
                     shape = replace(shape, wgmma=instructions == "wgmma")
                     check(m, weight, w, shape, torch.bfloat16, follows, False)
@@ -157,7 +177,7 @@ def test_tiled(follows: FollowedBy, group: int, beside: str | None, instructions
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_tiled_models(instructions: str, dtype: torch.dtype) -> None:
     for n, k in ((4096, 4096), (24576, 1024)):
-        weight, w = matrix(n, k, 128, "zeros")
+        weight, w = matrix(n, k, Form(128, beside="zeros"))
         for m in (17, 63):
             shape = tiled_shape_of(m, weight)
             assert shape is not None, "these are models' shapes"
@@ -166,10 +186,10 @@ def test_tiled_models(instructions: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 65, 128, 129])
-@pytest.mark.parametrize(("group", "beside"), [(128, "zeros"), (32, "mins")])
-def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str) -> None:
+@pytest.mark.parametrize("form", [Form(128, beside="zeros"), Form(32, beside="mins"), Form(32, 8)], ids=str)
+def test_the_layers_products(m: int, dtype: torch.dtype, form: Form) -> None:
     """For few and many rows, the result equals the product with the matrix in 16 bits, except for rounding."""
-    weight, w = matrix(8192, 1024, group, beside)
+    weight, w = matrix(8192, 1024, form)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 8192, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
 
@@ -177,23 +197,23 @@ def test_the_layers_products(m: int, dtype: torch.dtype, group: int, beside: str
         return reference.rms_norm(x, norm, EPS) if x.dtype == dtype else rms_norm_exact(x, norm)
 
     for ours, expected in (
-        (linear4(x, weight), lambda x, w, _: F.linear(x, w)),
-        (linear4(x, weight, norm, EPS), lambda x, w, _: F.linear(normed(x), w)),
-        (linear4_swiglu(x, weight, norm, EPS), lambda x, w, _: reference.swiglu(F.linear(normed(x), w), interleaved=True)),
-        (linear4_add(x, weight, residual.clone()), lambda x, w, residual: residual + F.linear(x, w)),
+        (linear_packed(x, weight), lambda x, w, _: F.linear(x, w)),
+        (linear_packed(x, weight, norm, EPS), lambda x, w, _: F.linear(normed(x), w)),
+        (linear_packed_swiglu(x, weight, norm, EPS), lambda x, w, _: reference.swiglu(F.linear(normed(x), w), interleaved=True)),
+        (linear_packed_add(x, weight, residual.clone()), lambda x, w, residual: residual + F.linear(x, w)),
     ):
         assert_as_close_as_torch(ours, expected(x, w.to(dtype), residual), expected(x.double(), w, residual.double()))
 
 
 def test_slices_are_added_in_their_order() -> None:
     """The same rows give the same bits. The result does not depend on which block is last."""
-    weight, _ = matrix(4096, 4096, 128, None)
+    weight, _ = matrix(4096, 4096, Form(128))
     x = torch.randn(64, 4096, device=DEVICE).bfloat16()
-    shape, tiled = FourBitsShape(8, 8, 1, 2, 3), tiled_shape_of(64, weight)
+    shape, tiled = PackedShape(8, 8, 1, 2, 3), tiled_shape_of(64, weight)
     assert tiled is not None, "it is a model's shape"
-    first, first_tiled = four_bits(x[:8], weight, shape), four_bits_tiled(x, weight, tiled)
-    assert all(torch.equal(four_bits(x[:8], weight, shape), first) for _ in range(50))
-    assert all(torch.equal(four_bits_tiled(x, weight, tiled), first_tiled) for _ in range(50))
+    first, first_tiled = packed_rows(x[:8], weight, shape), packed_tiles(x, weight, tiled)
+    assert all(torch.equal(packed_rows(x[:8], weight, shape), first) for _ in range(50))
+    assert all(torch.equal(packed_tiles(x, weight, tiled), first_tiled) for _ in range(50))
 
 
 @pytest.mark.parametrize("rows", [8, 16, 64])
@@ -201,16 +221,16 @@ def test_one_after_the_other_in_a_graph(rows: int) -> None:
     """Each kernel begins while the previous one runs, and still reads the previous kernel's results."""
     width, layers = 1024, 24
     x, norm = torch.randn(rows, width, device=DEVICE).bfloat16(), torch.ones(width, device=DEVICE).bfloat16()
-    weights = [matrix(width, width, 64, None)[0] for _ in range(layers)]
+    weights = [matrix(width, width, Form(64))[0] for _ in range(layers)]
 
     def run(x: Tensor) -> Tensor:
         for weight in weights:
-            x = linear4(x, weight, norm, EPS)
+            x = linear_packed(x, weight, norm, EPS)
         return x
 
     exact = x
     for weight in weights:  # without overlap
-        exact = linear4(exact, weight, norm, EPS)
+        exact = linear_packed(exact, weight, norm, EPS)
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -225,14 +245,14 @@ def test_one_after_the_other_in_a_graph(rows: int) -> None:
 def test_wide_rows_of_x(m: int) -> None:
     """x and the residual may be parts of wider rows."""
     n, k = 256, 512
-    weight, _ = matrix(n, k, 64, None)
+    weight, _ = matrix(n, k, Form(64))
     x, residual = torch.randn(m, k, device=DEVICE).bfloat16(), torch.randn(m, n, device=DEVICE).bfloat16()
     wide = torch.full((m, 2 * k), float("nan"), device=DEVICE, dtype=torch.bfloat16)
     wide[:, :k] = x
     sums = torch.zeros(m, 2 * n, device=DEVICE, dtype=torch.bfloat16)
     sums[:, :n] = residual
-    linear4_add(wide[:, :k], weight, sums[:, :n])
-    assert torch.equal(sums[:, :n], linear4_add(x, weight, residual))
+    linear_packed_add(wide[:, :k], weight, sums[:, :n])
+    assert torch.equal(sums[:, :n], linear_packed_add(x, weight, residual))
     assert not sums[:, n:].any()
 
 
@@ -241,10 +261,10 @@ def test_rows_of_gate_and_up(follows: FollowedBy) -> None:
     """Rows are interleaved before they are packed."""
     codes = torch.randint(0, 16, (512, 256), device=DEVICE, dtype=torch.uint8)
     scales = torch.rand(512, 2, device=DEVICE).half() / 16
-    plain, turned = in_bytes(codes, scales), in_bytes(interleaved(codes), interleaved(scales))
+    plain = Codes(codes, scales)
     x = torch.randn(4, 256, device=DEVICE).bfloat16()
-    shape = FourBitsShape(1, 8, 1, 1, 2)
-    gate_up = four_bits(x, pack4(plain.codes, plain.scales), shape)
-    found = four_bits(x, pack4(turned.codes, turned.scales), shape, follows)
+    shape = PackedShape(1, 8, 1, 1, 2)
+    gate_up = packed_rows(x, packed(plain), shape)
+    found = packed_rows(x, packed(plain.with_rows(interleaved)), shape, follows)
     expected = reference.swiglu(gate_up) if follows == "swiglu" else interleaved(gate_up.t()).t()
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,67 @@
+"""Matrices in 4, 5, 6 or 8 bits, in the order in which the kernels read them (csrc/codes.cuh)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.codes import STRIP, Form
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix W [N, K]. A value is (code - zero) * scale, code * scale + min, or a number in e2m1 times the scale.
+
+    `records`: [N / 16, K / chunk, ...] int32. `counters`: [N / 16] int32, used by the kernels, 0 between launches.
+    """
+
+    records: Tensor
+    counters: Tensor
+    k: int
+    form: Form
+
+    def __len__(self) -> int:
+        return len(self.records) * STRIP
+
+    @property
+    def nbytes(self) -> int:
+        return self.records.nbytes + self.counters.nbytes
+
+
+def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None) -> Packed:
+    """Brings a matrix into the kernels' order.
+
+    Args:
+        codes: [N, K] uint8, below 2^bits. Without zeros and mins, the code 2^(bits - 1) stands for 0.
+        scales: [N, K / group] fp16.
+        beside: the zeros, uint8, or the mins, fp16, like `scales`; None if the form has neither.
+    """
+    (n, k), chunk = codes.shape, form.chunk
+    assert form.fits(n, k), f"[{n}, {k}] in {form}"
+    strips, chunks = n // STRIP, k // chunk
+    parts = [_plane(codes & 15, 4)]
+    if form.bits > 4:
+        high = codes ^ 128 if form.bits == 8 else codes
+        parts.append(_plane(high >> 4, form.bits - 4))
+    parts = [part.reshape(strips, chunks, -1) for part in parts]
+    numbers = [scales.contiguous().view(torch.int16)]
+    if beside is not None:
+        numbers.append(beside.contiguous().view(torch.int16) if form.beside == "mins" else beside.to(torch.int16))
+    grouped = torch.stack(numbers, dim=-1).view(strips, 2, 8, chunks, chunk // form.group, len(numbers))
+    grouped = grouped.permute(0, 3, 2, 4, 5, 1).contiguous().view(torch.uint8)  # [strips, chunks, 8, groups, parts, 2 halves]
+    records = torch.cat((*parts, grouped.view(strips, chunks, -1)), dim=2).view(torch.int32)
+    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, form)
+
+
+def _plane(codes: Tensor, bits: int) -> Tensor:
+    """Some bits of all codes, [N, K] uint8 below 2^bits -> the words of all lanes, [N / 16, K / 64, 32 lanes, bits * 4 bytes]."""
+    (n, k), pairs = codes.shape, 8 // bits  # pairs of which a byte has one element
+    # A row's index is (half of the strip, lane / 4), a column's (64 columns, product, half of 16, lane % 4, element).
+    found = codes.view(n // STRIP, 2, 8, k // 64, 4, 2, 4, 2)
+    found = found.permute(0, 3, 2, 6, 4, 5, 1, 7)  # [strips, K / 64, 8, 4 lanes, 4 products, half of 16, half of the strip, e]
+    found = found.reshape(n // STRIP, k // 64, 32, bits, 2, pairs, 2)  # [..., word, byte of the half word, pair, e]
+    found = found.transpose(-2, -1).transpose(-3, -2)  # [..., word, e, byte, pair]
+    whole = found[..., 0].clone()
+    for pair in range(1, pairs):
+        whole |= found[..., pair] << bits * pair
+    return whole.flatten(-3)

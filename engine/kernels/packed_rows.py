@@ -1,0 +1,155 @@
+"""x W^T for up to 8 rows of x and W in 4 to 8 bits. Reading W from memory takes most of the time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import product
+from operator import itemgetter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.codes import STRIP, Form
+from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
+from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
+from engine.kernels.packed import Packed
+
+MOST_ROWS = 8
+_HELD = (1, 2, 4, MOST_ROWS)  # the numbers of rows of x for which a block has shared memory
+_WARPS = 8
+# A model of the time of a shape, fitted to an H100: bytes per nanosecond from memory, from memory to one multiprocessor, and from
+# the L2 cache to one multiprocessor; nanoseconds for a tile, with one slice and with several; nanoseconds of a warp for 16 x 16
+# values of W.
+_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 2900, 24, 45
+_TURN_NS = (100, 2000)
+_PRODUCT_NS = 9
+_SHORT_RING_BYTES = 1 << 10  # a ring of n bytes takes 1 + 1 KiB / n of the time
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape:
+    """How blocks and warps divide the work."""
+
+    split: int  # slices of K; a block computes one slice
+    across: int  # warps side by side along W's rows
+    deep: int  # warps with the same rows; each computes a part of the slice
+    tall: int  # 16-row strips of a warp
+    stages: int  # steps in a warp's ring; one fewer is in flight
+
+    @property
+    def tile(self) -> int:
+        """Strips of a block's tile."""
+        return self.across * self.tall
+
+    def shared_bytes(self, k: int, rows: int, form: Form) -> int:
+        rings = self.across * self.deep * self.stages * self.tall * form.slot_bytes
+        sums = self.across * self.deep * self.tall * 512 if self.deep > 1 else 0
+        width = -(-(k // form.chunk) // self.split) * form.chunk
+        return rings + 4 * MOST_ROWS * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
+
+
+_ANY_SHAPE = PackedShape(1, _WARPS, 1, 1, 2)  # the result of `unpack` does not depend on the shape
+
+
+def padded(m: int) -> int:
+    """Returns the number of rows for which a block has shared memory."""
+    return next(rows for rows in _HELD if rows >= m)
+
+
+def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int) -> Iterator[tuple[float, PackedShape]]:
+    """Yields the possible shapes for W [n, k], each with its predicted nanoseconds.
+
+    Args:
+        rows: rows of x, `padded`.
+        most_bytes: the most bytes of shared memory for a block.
+    """
+    chunks, strips, record = k // form.chunk, n // STRIP, form.record_bytes
+    for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5)):
+        shape = PackedShape(split, _WARPS // deep, deep, tall, stages)
+        if (split > 1 and split * deep > chunks) or shape.shared_bytes(k, rows, form) > most_bytes:
+            continue
+        beside = min(-(-strips // shape.tile), max(1, sms // split))
+        turns, steps = -(-strips // (shape.tile * beside)), -(-chunks // split)
+        own = turns * shape.tile * steps * record  # bytes of W that the busiest block reads
+        flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
+        flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * record)
+        values = turns * tall * steps / deep * (form.chunk / STRIP)  # squares of 16 x 16 values that the busiest warp multiplies
+        products = values * _PRODUCT_NS
+        partial = turns * shape.tile * STRIP * MOST_ROWS * 16 if split > 1 else 0  # bytes of sums, written and then read
+        others = (2 * rows * steps * form.chunk + partial) / _L2_BYTES_PER_NS_SM
+        yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
+
+
+@lru_cache
+def packed_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int) -> PackedShape:
+    """Returns the fastest of the possible shapes."""
+    return min(packed_shapes(n, k, rows, form, sms, most_bytes), key=itemgetter(0))[1]
+
+
+def packed_rows(
+    x: Tensor,
+    weight: Packed,
+    shape: PackedShape,
+    followed_by: FollowedBy = "nothing",
+    out: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Returns x W^T in x's dtype. With `norm` [K], the weight of an RMSNorm, x is normalised first.
+
+    Args:
+        x: [M, K] bf16 or fp16, M up to MOST_ROWS, rows any multiple of 8 apart.
+        shape: from `packed_shape`.
+        followed_by: as in `gemm_hopper`.
+        out: the tensor that gets the result, or to which the result is added. None: a new tensor. Any row stride.
+    """
+    m, n = len(x), len(weight)
+    width = n // 2 if followed_by == "swiglu" else n
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
+    rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
+    defines = packed_defines(weight.form, shape, norm is not None, followed_by, x.dtype)
+    # At least half of a multiprocessor's shared memory, so that two blocks do not fit. Otherwise two blocks of the next kernel
+    # could begin on one multiprocessor, and none on another.
+    shared = max(shape.shared_bytes(weight.k, rows, weight.form), shared_bytes_of(x.device) // 2)
+    kernel = _kernel("packed_rows", tuple(defines.items()), x.device, 32 * shape.across * shape.deep, shared)
+    beside = min(tiles, max(1, num_sms(x.device) // shape.split))
+    partial = squares = None
+    if shape.split > 1:
+        partial = torch.empty(shape.split * n * MOST_ROWS, dtype=torch.float32, device=x.device)
+        squares = torch.empty(beside * shape.split * MOST_ROWS, dtype=torch.float32, device=x.device)
+    arguments = m, n, weight.k, x.stride(0), y.stride(0), np.float32(eps)
+    kernel((beside, shape.split), x, weight.records, norm, y, partial, squares, weight.counters, *arguments)
+    return y
+
+
+def unpack(weight: Packed, dtype: torch.dtype) -> Tensor:
+    """Returns W [N, K] in bf16 or fp16, rounded once. Runs only on a GPU."""
+    w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
+    chunks = weight.records.shape[1]
+    num = len(weight.records) * chunks
+    defines = packed_defines(weight.form, _ANY_SHAPE, False, "nothing", dtype)
+    kernel = _kernel("packed_unpack", tuple(defines.items()), weight.records.device, 256)
+    kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
+    return w
+
+
+@cache
+def _kernel(
+    entry: str, defines: tuple[tuple[str, int], ...], device: torch.device, threads: int, shared_bytes: int = 0
+) -> Kernel:
+    return Kernel("packed_rows", entry, dict(defines), device, threads, shared_bytes)
+
+
+def packed_defines(form: Form, shape: PackedShape, norm: bool, followed_by: FollowedBy, dtype: torch.dtype) -> dict[str, int]:
+    return {
+        **form.defines,
+        "SPLIT": shape.split,
+        "ACROSS": shape.across,
+        "DEEP": shape.deep,
+        "TALL": shape.tall,
+        "STAGES": shape.stages,
+        "NORM": int(norm),
+        "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "HALF": half(dtype),
+    }

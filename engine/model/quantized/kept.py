@@ -1,0 +1,153 @@
+"""Decides which matrices stay in their codes on a GPU, and rounds matrices of floats to 4 bits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.codes import Form
+from engine.errors import ModelError
+from engine.kernels.packed import Packed, pack
+from engine.model.quantized.layout import Blocks, Codes, QuantizedMatrix
+from engine.model.quantized.scheme import (
+    MXFP4_GROUP,
+    NVFP4_GROUP,
+    Awq,
+    CompressedTensors,
+    Gguf,
+    Gptq,
+    Group,
+    ModelOpt,
+    Quantization,
+)
+
+FORM = Form(64)  # of matrices that the engine rounds itself
+# Scales to try for a group, as multiples of the scale that gives its largest value the code -8. The first gives it the code -7.
+_FACTORS = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
+_STEP_VALUES = 1 << 22  # values that are rounded at a time
+_SIDE = 1 << 12  # of a matrix that fits any form that the kernels take
+
+
+def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
+    """Returns the reason why a matrix does not stay in its codes. None if it does.
+
+    Args:
+        most_bits: codes with more bits do not stay.
+    """
+    if not isinstance(matrix, Codes):
+        return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "another layout"
+    if matrix.order is not None:
+        return "columns in another order"
+    matrix = _without_middle_zeros(matrix)
+    if matrix.bits > most_bits:
+        return f"{matrix.bits} bits"
+    if not matrix.form.fits(*matrix.shape):
+        return f"{matrix.form}, {matrix.shape[0]} x {matrix.shape[1]} values"
+    held = [each.float().abs() <= torch.finfo(torch.float16).max for each in (matrix.scales, matrix.mins) if each is not None]
+    if not all(bool(each.all()) for each in held):
+        return "scales that float16 does not hold"
+    return None
+
+
+def kept_form(scheme: Quantization | None) -> Form | None:
+    """The form of a checkpoint's layers if all of them stay in their codes. None for others."""
+    form = None
+    match scheme:
+        case Gptq(group_size=int(columns), reorders=False):
+            form = Form(columns, scheme.bits, "zeros" if scheme.bits == 4 or not scheme.symmetric else None)
+        case Awq(group_size=int(columns)):
+            form = Form(columns, beside="zeros")
+        case ModelOpt(algorithm="NVFP4"):
+            form = Form(NVFP4_GROUP, is_float=True)
+        case CompressedTensors(groups=(Group(targets=targets, reorders=False) as group,), ignore=ignore):
+            if "Linear" in targets and set(ignore) <= {"lm_head"}:
+                form = _form_of(group)
+    return form if form is not None and form.fits(_SIDE, _SIDE) else None
+
+
+def _form_of(group: Group) -> Form | None:
+    if group.is_float and group.bits == 4:
+        return Form(NVFP4_GROUP if group.strategy == "tensor_group" else MXFP4_GROUP, is_float=True)
+    if group.is_float or not group.packed or group.group_size is None:
+        return None
+    return Form(group.group_size, group.bits, None if group.symmetric else "zeros")
+
+
+def in_codes(scheme: Quantization | None, values: int, layers: range, most_bits: int) -> tuple[int, int]:
+    """(values that can stay in their codes, their bytes then) of a checkpoint's matrices in these layers.
+
+    Args:
+        values: the number of values of all matrices of the layers.
+        most_bits: as in `why_not`.
+    """
+    if isinstance(scheme, Gguf):
+        found = [each for layer in layers for each in scheme.kept[layer]]
+    else:
+        form = kept_form(scheme)
+        found = [] if form is None else [(form, values)]
+    kept = [(form, number) for form, number in found if form.bits <= most_bits]
+    return sum(number for _, number in kept), sum(bytes_of_codes(number, form) for form, number in kept)
+
+
+def bytes_of_codes(values: int, form: Form) -> int:
+    """The bytes of a matrix in this form."""
+    return values // (16 * form.chunk) * form.record_bytes
+
+
+def joined(parts: Sequence[Codes]) -> Codes | None:
+    """The rows of several matrices as one matrix. None if their forms differ. Zeros may be in some of them only."""
+    if len({(replace(matrix.form, beside=None), matrix.mins is None) for matrix in parts}) > 1:
+        return None
+    scales, codes = torch.cat([m.scales.float() for m in parts]), torch.cat([m.codes for m in parts])
+    mins = [m.mins for m in parts if m.mins is not None]
+    zeros = torch.cat([m.all_zeros for m in parts]) if any(m.zeros is not None for m in parts) else None
+    return replace(parts[0], codes=codes, scales=scales, zeros=zeros, mins=torch.cat(mins) if mins else None)
+
+
+def packed(matrix: Codes) -> Packed:
+    """The matrix in the kernels' order, scales and mins rounded to fp16. Zeros that all stand in the middle are left out."""
+    matrix = _without_middle_zeros(matrix)
+    beside = matrix.zeros if matrix.mins is None else matrix.mins.to(torch.float16)
+    return pack(matrix.codes, matrix.form, matrix.scales.to(torch.float16), beside)
+
+
+def _without_middle_zeros(matrix: Codes) -> Codes:
+    if matrix.zeros is None or not bool((matrix.zeros == matrix.middle).all()):
+        return matrix
+    return replace(matrix, zeros=None)
+
+
+def to_four_bits(weight: Tensor) -> Codes:
+    """Rounds a matrix [N, K] of any float dtype to 4 bits, in the form FORM.
+
+    A group's scale is the one with the least squared error among a few. It may be negative, because codes reach from -8 to 7.
+    Raises: ModelError for a shape that the kernels do not take.
+    """
+    n, k = weight.shape
+    if not FORM.fits(n, k):
+        raise ModelError(
+            f"a matrix of {n} x {k} cannot be in 4 bits: the sides are no multiples of 16 and {FORM.group}; use bfloat16"
+        )
+    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(n, k // FORM.group, dtype=torch.float16, device=weight.device)
+    step = max(1, _STEP_VALUES // k)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        codes[rows], scales[rows] = _rounded(weight[rows].float().view(-1, k // FORM.group, FORM.group))
+    return Codes(codes, scales)
+
+
+def _rounded(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, G, 64] fp32 -> codes [rows, G * 64] uint8 and scales [rows, G] fp16."""
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))  # with its sign
+    best = torch.full_like(largest, float("inf"))
+    codes, scales = torch.zeros_like(groups), torch.zeros_like(largest)
+    for factor in _FACTORS:
+        scale = (largest * (factor / -8)).to(torch.float16).float()
+        found = (groups / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-8, 7)
+        error = (found * scale - groups).square_().sum(2, keepdim=True)
+        better = error < best
+        best, scales = torch.where(better, error, best), torch.where(better, scale, scales)
+        codes = torch.where(better, found, codes)
+    return (codes + 8).to(torch.uint8).flatten(1), scales.squeeze(2).to(torch.float16)
