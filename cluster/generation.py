@@ -14,7 +14,7 @@ from cluster.throughput import Rate, measured_here, pipeline_tokens_per_s, speed
 from engine.devices import compute_dtype, is_8_bits
 from engine.model.config import ModelConfig, with_kv_cache_dtype
 from engine.model.decoder import DecoderConfig
-from engine.model.footprint import body_parameters, bytes_saved
+from engine.model.footprint import body_parameters, bytes_saved, codes_of
 from engine.run.kv_cache import bytes_per_token, whole_pages
 from engine.run.stages import why_on_one_device
 
@@ -30,6 +30,10 @@ _HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
 _HOP_S = 400e-6
 # A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
 _NOT_HIDDEN = 0.3
+# Weights in codes (loadtests/results/packed_models.md): the part of a copy's time that reading them takes longer, and how much
+# longer products take while they convert codes, by the number of streams up to which they do. For more streams the weights are
+# written out in 16 bits first.
+_CODES_READ, _CODES_MULTIPLIED, _MOST_STREAMS_IN_CODES = 0.3, 3, 128
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
 _CPU_READ_SHARE = 0.36
 # The share of the card's attention rate that prompts of 8,192 tokens reach on an H200.
@@ -186,9 +190,14 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     head = config.vocab_size * config.hidden_size * wide if has_head else 0
     layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
     read, cached = layers + head, streams * _cached_bytes(config, dtype, length)
-    # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time. A
-    # weight in codes is multiplied in bf16.
+    # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
+    values, code_bytes = codes_of(config, dtype, on_gpu=bool(node.cards))
+    if streams <= _MOST_STREAMS_IN_CODES:
+        read += _CODES_READ * code_bytes
+        multiplied_s += (_CODES_MULTIPLIED - 1) * streams * values * wide / speed.gemm
+    else:
+        read += 2 * values * wide
     if not node.cards:
         return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s
     shorter, longer = sorted((read / speed.copy, multiplied_s))

@@ -6,7 +6,7 @@ python -m loadtests.predict
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from cluster.catalogue import CATALOGUE, hub_id
 from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.nodes import GIB, Card, Node
 from cluster.throughput import TABLE_FILE, Measured, Table, card_speed, predicted_tokens_per_s, speed_of
+from engine.codes import Form
 from engine.devices import DTYPES
-from engine.model.footprint import MemoryKind, body_parameters, footprint
+from engine.model.config import ModelConfig
+from engine.model.footprint import MemoryKind, body_parameters, footprint, num_quantized
+from engine.model.quantized.scheme import Gguf
 from loadtests.generate import BATCHES, PREFILL
+from loadtests.packed_models import CONTEXT, PUBLISHED, ROUNDED, TOKENS
 from loadtests.report import RESULTS, write
 
 BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the same layers as the measured ones
@@ -67,6 +71,29 @@ def generated(results: dict[str, Any]) -> list[dict[str, Any]]:
         rate = prefill_tokens_per_s(CATALOGUE[f"Qwen/{row['model']}"], torch.bfloat16, H200, PREFILL)
         rows.append(_compared(row["model"], f"prefill of {PREFILL}", 1, row[f"prefill of {PREFILL}, tokens/s"], rate))
     return rows
+
+
+def in_codes(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each decode rate of packed_models.json of a published form beside the planner's for an H200."""
+    rows = []
+    for title, measured in results["tables"].items():
+        model = title.removesuffix(", random weights")
+        for row in measured:
+            if row["layers"] not in ROUNDED:
+                config = _with_form(
+                    CATALOGUE[model], next(form for form in PUBLISHED.values() if row["layers"].startswith(f"{form}, as"))
+                )
+                for streams, tokens in TOKENS.items():
+                    rate = decode_tokens_per_s(config, torch.bfloat16, H200, streams, CONTEXT + tokens // 2)
+                    rows.append(_compared(model, row["layers"], streams, row[f"{streams} streams, tokens/s"], rate))
+    return rows
+
+
+def _with_form(config: ModelConfig, form: Form) -> ModelConfig:
+    """The model with all matrices of its layers in this form."""
+    values = num_quantized(config)
+    layers = tuple(((form, values // config.n_layers),) for _ in range(config.n_layers))
+    return replace(config, quantization=Gguf((str(form),), values, layers))
 
 
 def _compared(model: str, what: str, streams: int, measured_rate: float, rate: float) -> dict[str, Any]:
@@ -152,9 +179,11 @@ def main() -> None:
         f"other engines: one stream of {_PUBLISHED_LENGTH} tokens, bf16; the figures are their users' and authors', not ours",
     ]
     generation = json.loads((RESULTS / "generate.json").read_text(encoding="utf-8"))
+    packed = json.loads((RESULTS / "packed_models.json").read_text(encoding="utf-8"))
     tables = {
         "Predicted": predicted,
         "Generation on an H200": generated(generation),
+        "Decode with weights in codes on an H200": in_codes(packed),
         "Generation on cards that we have not measured": elsewhere(),
         "Decode beside other engines": published(),
     }

@@ -104,7 +104,7 @@ def footprint(
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
     weights -= bytes_saved(config, dtype, kind != "cpu")
-    has_codes = _in_codes(config, dtype, kind != "cpu")[0] > 0
+    has_codes = codes_of(config, dtype, kind != "cpu")[0] > 0
     unpacked = _shapes(config).most_quantized * wide.itemsize if has_codes else 0
     workspace = longest * per_token + vectors + unpacked
     cache = 0
@@ -147,11 +147,11 @@ def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
         return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
-    values, num_bytes = _in_codes(config, dtype, on_gpu)
+    values, num_bytes = codes_of(config, dtype, on_gpu)
     return values * wide - num_bytes
 
 
-def _in_codes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
+def codes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
     """The number of values of the layers' matrices that are in codes after loading, and their bytes."""
     all_values, values, num_bytes = num_quantized(config), 0, 0
     if on_gpu and (most_bits := most_bits_kept(config, dtype)):

@@ -29,7 +29,7 @@ from engine.model.folder import load_model_config
 from engine.model.footprint import MOST_STREAMS, footprint
 from engine.model.quantized.scheme import Awq
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
-from loadtests.predict import generated, published
+from loadtests.predict import generated, in_codes, published
 from loadtests.report import RESULTS
 
 hub = pytest.fixture(stub_hub)
@@ -54,6 +54,13 @@ def test_rates_on_an_h200_are_near_the_measured_ones() -> None:
         assert 1 / 1.15 < row["planner's / measured"] < 1.15, row
     for row in published():
         assert row["theirs"] == "-" or 1 / 1.2 < row["planner's / theirs"] < 1.2, row
+
+
+def test_rates_of_weights_in_codes_are_near_the_measured_ones() -> None:
+    rows = in_codes(json.loads((RESULTS / "packed_models.json").read_text()))
+    assert len(rows) == 18
+    for row in rows:
+        assert 1 / 1.3 < row["planner's / measured"] < 1.3, row
 
 
 def test_decode_on_a_cpu_is_near_the_measured_rate() -> None:
