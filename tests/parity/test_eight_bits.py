@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,9 @@ def test_values_of_any_size_fit_attentions_results(
 
 
 def test_info_says_what_was_measured() -> None:
-    rows = json.loads((RESULTS / "eight_bits.json").read_text())["tables"]["Beside float32"]
+    rows: list[dict[str, Any]] = []
+    for name in ("eight_bits", "four_bits_cpu"):
+        rows += json.loads((RESULTS / f"{name}.json").read_text())["tables"]["Beside float32"]
     measured = {row["dtype"]: (row["mean cosine"], row["top-10 overlap"]) for row in rows if row["dtype"] in CLOSENESS}
     said = {dtype: (each.mean_cosine, each.top_10_overlap) for dtype, each in CLOSENESS.items()}
     assert {dtype: pytest.approx(values, abs=1e-4) for dtype, values in measured.items()} == said
