@@ -189,7 +189,7 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     wide = compute_dtype(dtype).itemsize
     head = config.vocab_size * config.hidden_size * wide if has_head else 0
     layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
-    read, cached = layers + head, streams * _cached_bytes(config, dtype, length)
+    read, cached = float(layers + head), streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
     values, code_bytes = codes_of(config, dtype, on_gpu=bool(node.cards))

@@ -72,7 +72,7 @@ class ModelOptions(BaseModel):
     )
     kv_cache_dtype: KvCacheDtype = Field(
         "auto",
-        description="auto or fp8; fp8 (also fp8_e4m3) keeps keys and values in 8 bits, for twice the tokens in the KV cache",
+        description="auto, fp8 or int8; fp8 (also fp8_e4m3) and int8 keep keys and values in 8 bits, for twice the tokens",
     )
     speculate: bool = Field(
         True,

@@ -21,7 +21,7 @@ from loadtests.report import write
 
 MODEL = "Qwen/Qwen3-4B"
 CACHE_TOKENS = 160_000
-NAMES: Sequence[KvCacheDtype] = ("auto", "fp8")
+NAMES: Sequence[KvCacheDtype] = ("auto", "fp8", "int8")
 DECODES = ((1, 128), (1, 32_768), (16, 8192))  # streams, and tokens of each prompt
 STEPS, WARM_STEPS = 40, 10
 PREFILLS = (512, 8000)  # not the lengths of DECODES, because those prompts are in the cache

@@ -34,7 +34,12 @@ KINDS: Sequence[tuple[str, DtypeName]] = (
 SOURCE = "https://github.com/LeafSpark/llama.cpp/blob/33f42ad480a98e031a296fc43bf2022612272604/examples/perplexity/README.md"
 PUBLISHED = {"f16": 6.233160, "Q8_0": 6.234284, "Q6_K": 6.253382, "Q4_K_M": 6.407115, "Q4_1": 6.682737, "Q4_0": 6.700147}
 # A dtype, and that of the KV cache. The first is what the others are compared with.
-KV_KINDS: Sequence[tuple[DtypeName, KvCacheDtype]] = (("float32", "auto"), ("float32", "fp8"), ("bfloat16", "fp8"))
+KV_KINDS: Sequence[tuple[DtypeName, KvCacheDtype]] = (
+    ("float32", "auto"),
+    ("float32", "fp8"),
+    ("float32", "int8"),
+    ("bfloat16", "fp8"),
+)
 
 
 def nats(engine: Engine, text: str) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.attention_hopper import attention_hopper
+from engine.kernels.cache8 import KV8
 from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 from engine.kernels.tiles import HopperShape, Shape, TileShape
 
@@ -82,7 +83,7 @@ def launch_attention(
     paged = pages is not None
     prefix = tiles.shape[1] == 4 and not paged
     group, e4m3 = heads // k.shape[1], out.itemsize == 1
-    flags = bias is not None, prefix, paged, q.dtype, q.device, e4m3, scales is not None
+    flags = bias is not None, prefix, paged, q.dtype, q.device, e4m3, 0 if scales is None else KV8[k.dtype]
     # A graph's batch has many tiles that do nothing, so blocks are counted as if the tokens filled their tiles.
     blocks = k.shape[1] * -(-len(q) // (shape.block_m // group))
     kernel = _kernel(head_dim, group, shape, *flags, alone=blocks <= num_sms(q.device))
@@ -119,14 +120,14 @@ def _kernel(
     dtype: torch.dtype,
     device: torch.device,
     e4m3: bool,
-    in_8_bits: bool,
+    kv8: int,
     alone: bool,
 ) -> Kernel:
     """`alone`: no two blocks share a multiprocessor. Otherwise some would, while other multiprocessors are idle."""
     shared = shape.shared_bytes(head_dim)
     if alone:
         shared = max(shared, shared_bytes_of(device) // 2 + 1024)  # more than half of a multiprocessor's
-    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3, paged, in_8_bits)
+    defines = attention_defines(head_dim, group, dtype, shape, bias, prefix, e4m3, paged, kv8)
     return Kernel("attention", "attention", defines, device, shape.threads, shared)
 
 
@@ -139,9 +140,9 @@ def attention_defines(
     prefix: bool = False,
     e4m3: bool = False,
     paged: bool = False,
-    in_8_bits: bool = False,
+    kv8: int = 0,
 ) -> dict[str, int]:
-    """The macros of the kernel. `in_8_bits`: keys and values, which are in pages."""
+    """The macros of the kernel. `kv8`: from `cache8.macro`, for keys and values in pages."""
     return {
         "HEAD_DIM": head_dim,
         "GROUP": group,
@@ -153,7 +154,7 @@ def attention_defines(
         "BIAS": int(bias),
         "PREFIX": int(prefix),
         "PAGED": int(paged),
-        "KV8": int(in_8_bits),
+        "KV8": kv8,
         "E4M3": int(e4m3),
         "HALF": half(dtype),
     }

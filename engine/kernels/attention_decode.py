@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.cache8 import Cache8
+from engine.kernels.cache8 import Cache8, macro
 from engine.kernels.launch import Kernel, half, runs_on
 
 PAGE = 128  # tokens
@@ -112,7 +112,7 @@ def attention_decode(
     n_kv_heads = cache.shape[2]
     values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
     shape = shape or (DECODE_SHAPES if scales is None else DECODE_SHAPES_8)[head_dim]
-    kernel = _kernel(head_dim, n_heads // n_kv_heads, shape, q.dtype, out.itemsize == 1, q.device)
+    kernel = _kernel(head_dim, n_heads // n_kv_heads, shape, q.dtype, out.itemsize == 1, q.device, macro(cache))
     kernel(
         (shape.blocks(n_heads, n_kv_heads), len(items)),
         q,
@@ -209,13 +209,15 @@ def most_items(batch: int, num_kv_heads: int, num_blocks: int) -> int:
 
 
 @cache
-def _kernel(head_dim: int, group: int, shape: DecodeShape, dtype: torch.dtype, e4m3: bool, device: torch.device) -> Kernel:
-    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3)
+def _kernel(
+    head_dim: int, group: int, shape: DecodeShape, dtype: torch.dtype, e4m3: bool, device: torch.device, kv8: int
+) -> Kernel:
+    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8)
     return Kernel("attention_decode", "attention_decode", defines, device, shape.threads, shape.shared_bytes(head_dim))
 
 
 def attention_decode_defines(
-    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool = False
+    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool = False, kv8: int = 0
 ) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
@@ -226,6 +228,6 @@ def attention_decode_defines(
         "MOST_PARTS": MOST_PARTS,
         "EXTRA_BYTES": _EXTRA_BYTES,
         "E4M3": int(e4m3),
-        "KV8": int(shape.in_8_bits),
+        "KV8": kv8,
         "HALF": half(dtype),
     }

@@ -137,8 +137,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, paged=True, e4m3=True)
             for shape in dict.fromkeys(tile_shapes(head_dim, LEAST_TILED)):
-                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, in_8_bits=True)
-                yield _attention(head_dim, 1, torch.float16, shape, paged=True, in_8_bits=True)
+                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, kv8=1)
+                yield _attention(head_dim, 1, torch.float16, shape, paged=True, kv8=2)
             if (hopper := hopper_shape(head_dim, capability)) is not None:
                 for flags in ({}, {"prefix": True}, {"paged": True}):
                     yield from (_attention_hopper(head_dim, group, dtype, hopper, **flags) for group in _GROUPS[head_dim])
@@ -164,8 +164,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             label = f"head_dim 128, {heads}/8 heads{', norm' * norm}"
             yield Variant("rope", label, rope_defines(128, heads, 8, norm, dtype))
             yield Variant("rope", f"{label}, store", rope_defines(128, heads, 8, norm, dtype, store=True))
-            in_8_bits = rope_defines(128, heads, 8, norm, dtype, store=True, in_8_bits=True)
-            yield Variant("rope", f"{label}, store in 8 bits", in_8_bits)
+            for kv8 in (1, 2):
+                defines = rope_defines(128, heads, 8, norm, dtype, store=True, kv8=kv8)
+                yield Variant("rope", f"{label}, store{_kv8(kv8)}", defines)
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
@@ -233,11 +234,16 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 
-def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, **flags: bool) -> Variant:
+def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, kv8: int = 0, **flags: bool) -> Variant:
     """`flags`: those of `attention_defines`."""
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
-    label += "".join(f", {name}" for name, is_set in flags.items() if is_set)
-    return Variant("attention", label, attention_defines(head_dim, group, dtype, shape, **flags), shape.shared_bytes(head_dim))
+    label += "".join(f", {name}" for name, is_set in flags.items() if is_set) + _kv8(kv8)
+    defines = attention_defines(head_dim, group, dtype, shape, kv8=kv8, **flags)
+    return Variant("attention", label, defines, shape.shared_bytes(head_dim))
+
+
+def _kv8(kv8: int) -> str:
+    return ("", ", KV in e4m3", ", KV in int8")[kv8]
 
 
 def _attention_hopper(head_dim: int, group: int, dtype: torch.dtype, shape: HopperShape, **flags: bool) -> Variant:
@@ -258,15 +264,15 @@ def _attentions_decode(capability: tuple[int, int]) -> Iterator[Variant]:
     if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
         yield _attention_decode(256, 8, torch.bfloat16, e4m3=True)
     for head_dim in DECODE_SHAPES_8:
-        yield _attention_decode(head_dim, 16, torch.bfloat16, in_8_bits=True)
+        yield _attention_decode(head_dim, 16, torch.bfloat16, kv8=1)
     for dtype in (torch.bfloat16, torch.float16):
-        yield _attention_decode(128, 4, dtype, in_8_bits=True)
+        yield _attention_decode(128, 4, dtype, kv8=2)
 
 
-def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False, in_8_bits: bool = False) -> Variant:
-    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}{', KV in 8 bits' * in_8_bits}"
-    shape = (DECODE_SHAPES_8 if in_8_bits else DECODE_SHAPES)[head_dim]
-    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3)
+def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False, kv8: int = 0) -> Variant:
+    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}{_kv8(kv8)}"
+    shape = (DECODE_SHAPES_8 if kv8 else DECODE_SHAPES)[head_dim]
+    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8)
     return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.errors import BackendError
 from engine.kernels import reference
-from engine.kernels.cache8 import Cache8
+from engine.kernels.cache8 import Cache8, macro
 from engine.kernels.launch import Kernel, half, runs_on
 
 # Heads of one thread. More heads need too many registers. Fewer heads have too few loads in flight.
@@ -72,8 +72,7 @@ def rope_store(
     if not _takes(qkv):
         return reference.rope_store(qkv, table, positions, n_heads, cache, slots, norms)
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    in_8_bits = isinstance(cache, Cache8)
-    kernel = _kernel(qkv, n_heads, norms is not None, True, in_8_bits)
+    kernel = _kernel(qkv, n_heads, norms is not None, True, macro(cache))
     values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
     kernel(len(qkv), qkv, q_weight, k_weight, table, positions, values, scales, slots, cache.shape[1], np.float32(eps))
 
@@ -82,9 +81,9 @@ def _takes(qkv: Tensor) -> bool:
     return runs_on(qkv) and qkv.shape[2] in (32, 64, 128, 256)
 
 
-def _kernel(qkv: Tensor, n_heads: int, norm: bool, store: bool, in_8_bits: bool = False) -> Kernel:
+def _kernel(qkv: Tensor, n_heads: int, norm: bool, store: bool, kv8: int = 0) -> Kernel:
     _, heads, head_dim = qkv.shape
-    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device, store, in_8_bits)
+    return _made(head_dim, n_heads, (heads - n_heads) // 2, norm, qkv.dtype, qkv.device, store, kv8)
 
 
 @cache
@@ -96,9 +95,9 @@ def _made(
     dtype: torch.dtype,
     device: torch.device,
     store: bool,
-    in_8_bits: bool,
+    kv8: int,
 ) -> Kernel:
-    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype, store, in_8_bits)
+    defines = rope_defines(head_dim, heads, kv_heads, norm, dtype, store, kv8)
     return Kernel("rope", "rope", defines, device, defines["THREADS"])
 
 
@@ -109,9 +108,9 @@ def rope_defines(
     norm: bool,
     dtype: torch.dtype,
     store: bool = False,
-    in_8_bits: bool = False,
+    kv8: int = 0,
 ) -> dict[str, int]:
-    """The macros of the kernel. `in_8_bits`: K and V are stored in 8 bits."""
+    """The macros of the kernel. `kv8`: from `cache8.macro`."""
     slots = -(-(heads + (1 + store) * kv_heads) // _PER_THREAD)
     threads = -(-slots * head_dim // 8 // 32) * 32
     return {
@@ -122,6 +121,6 @@ def rope_defines(
         "THREADS": threads,
         "NORM": int(norm),
         "STORE": int(store),
-        "KV8": int(in_8_bits),
+        "KV8": kv8,
         "HALF": half(dtype),
     }

@@ -109,7 +109,7 @@ def _dtype(kind: str, defines: Mapping[str, int]) -> torch.dtype:
     return {
         "u16": half,
         "u8": torch.uint8,
-        "KV": torch.float8_e4m3fn if defines.get("KV8") else half,
+        "KV": (half, torch.float8_e4m3fn, torch.int8)[defines.get("KV8", 0)],
         "Logit": torch.float32 if defines.get("FP32") else half,
         "Out": torch.float8_e4m3fn if defines.get("E4M3") else half,
         "unsigned char": torch.int8 if defines.get("INT8") else torch.float8_e4m3fn,

@@ -59,6 +59,9 @@ class Results(NamedTuple):
     exact: Tensor
 
 
+_CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}  # of keys and values in 8 bits
+
+
 class Case(NamedTuple):
     kernel: str
     shape: str
@@ -201,7 +204,8 @@ def elementwise_cases(make: Maker) -> Iterator[Case]:
         "rope_store", f"{tokens} 32 heads x 128", kernels.rope_store, reference.rope_store,
         lambda m: _rope_store_arguments(m, 128), changed=4,
     )  # fmt: skip
-    yield Case("rope_store", f"{tokens} 32 heads x 128, in 8 bits", partial(_rope_store_in_8_bits, make, 128))
+    for name, codes in _CODES.items():
+        yield Case("rope_store", f"{tokens} 32 heads x 128, in {name}", partial(_rope_store_in_8_bits, make, 128, codes))
     yield case("swiglu", f"{tokens} 3072", kernels.swiglu, reference.swiglu, lambda m: (m.normal(_NUM_TOKENS, 6144),))
     yield case("geglu", f"{tokens} 1152", kernels.geglu, reference.geglu, lambda m: (m.normal(_NUM_TOKENS, 2304), True))
     yield case("gelu", f"{tokens} 3072", kernels.gelu, reference.gelu, lambda m: (m.normal(_NUM_TOKENS, 3072), m.normal(3072)))
@@ -271,13 +275,16 @@ def paged_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
             described = f"{label} {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}"
             yield Case("paged_attention", described, partial(_paged_attention, make, head_dim, shape))
         for label, shape in zip(("large tiles", "small tiles"), tile_shapes(head_dim, LEAST_TILED), strict=True):
-            described = f"{label} {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}, in 8 bits"
-            yield Case("paged_attention", described, partial(_paged_attention, make, head_dim, shape, in_8_bits=True))
+            described = f"{label} {_NUM_TOKENS} x {heads[0]}/{heads[1]} heads x {head_dim}"
+            for name, codes in _CODES.items():
+                in_8_bits = partial(_paged_attention, make, head_dim, shape, codes)
+                yield Case("paged_attention", f"{described}, in {name}", in_8_bits)
         for num_blocks, parts in ((1, "whole sequences"), (1000, "sequences in parts")):
             described = f"{parts}, {len(_LENGTHS)} x {heads[0]}/{heads[1]} heads x {head_dim}"
             yield Case("attention_decode", described, partial(_attention_decode, make, head_dim, num_blocks))
-            in_8_bits = partial(_attention_decode, make, head_dim, num_blocks, in_8_bits=True)
-            yield Case("attention_decode", f"{described}, in 8 bits", in_8_bits)
+            for name, codes in _CODES.items():
+                in_8_bits = partial(_attention_decode, make, head_dim, num_blocks, codes)
+                yield Case("attention_decode", f"{described}, in {name}", in_8_bits)
 
 
 def _shapes(head_dim: int, capability: tuple[int, int]) -> Iterator[tuple[str, Shape]]:
@@ -306,13 +313,13 @@ def _rope_store_arguments(make: Maker, head_dim: int) -> tuple[Any, ...]:
     return qkv, *_angles(make, head_dim), 16, cache, make.numbers(slots), (q_weight, k_weight, _EPS)
 
 
-def _rope_store_in_8_bits(make: Maker, head_dim: int) -> Results:
+def _rope_store_in_8_bits(make: Maker, head_dim: int, codes: torch.dtype) -> Results:
     """Compares the values that the codes and scales stand for, as shares of their head's largest value."""
 
     def stored(store: Callable[..., None]) -> Tensor:
         make.reset()
         *before, cache, slots, norms = _rope_store_arguments(make, head_dim)
-        in_8_bits, _ = _in_8_bits(cache)
+        in_8_bits, _ = _in_8_bits(cache, codes)
         store(*before, in_8_bits, slots, norms)
         return in_8_bits.rows(slots[slots >= 0].long(), torch.float32)
 
@@ -428,13 +435,13 @@ def _attention(make: Maker, head_dim: int, shape: Shape, causal: bool, window: i
     return Results(ours, low, exact)
 
 
-def _paged_attention(make: Maker, head_dim: int, shape: Shape, in_8_bits: bool = False) -> Results:
+def _paged_attention(make: Maker, head_dim: int, shape: Shape, codes: torch.dtype | None = None) -> Results:
     """Each sequence continues a sequence of 100 tokens."""
     make.reset()
     before = 100
     n_heads, n_kv_heads = _HEADS[head_dim]
     cache, pages, offsets = _cache(make, [before + length for length in _LENGTHS], n_kv_heads, head_dim)
-    given, cache = _in_8_bits(cache) if in_8_bits else (cache, cache)
+    given, cache = (cache, cache) if codes is None else _in_8_bits(cache, codes)
     q = make.normal(_NUM_TOKENS, n_heads, head_dim)
     depth = shape.block_m // (n_heads // n_kv_heads)
     tiles = make.numbers(paged_tiles(_LENGTHS, [before] * len(_LENGTHS), offsets, 0, depth))
@@ -445,11 +452,11 @@ def _paged_attention(make: Maker, head_dim: int, shape: Shape, in_8_bits: bool =
     return Results(ours, low, exact)
 
 
-def _attention_decode(make: Maker, head_dim: int, num_blocks: int, in_8_bits: bool = False) -> Results:
+def _attention_decode(make: Maker, head_dim: int, num_blocks: int, codes: torch.dtype | None = None) -> Results:
     make.reset()
     n_heads, n_kv_heads = _HEADS[head_dim]
     cache, pages, offsets = _cache(make, _LENGTHS, n_kv_heads, head_dim)
-    given, cache = _in_8_bits(cache) if in_8_bits else (cache, cache)
+    given, cache = (cache, cache) if codes is None else _in_8_bits(cache, codes)
     q = make.normal(len(_LENGTHS), n_heads, head_dim)
     items = make.numbers(decode_items(_LENGTHS, offsets, n_kv_heads, num_blocks))
     workspace = DecodeWorkspace.create(most_items(len(_LENGTHS), n_kv_heads, num_blocks), n_heads, head_dim, make.device)
@@ -490,9 +497,9 @@ def _cache(make: Maker, lengths: Any, n_kv_heads: int, head_dim: int) -> tuple[T
     return make.normal(2, sum(counts) * PAGE, n_kv_heads, head_dim), make.numbers(pages), offsets
 
 
-def _in_8_bits(cache: Tensor) -> tuple[Cache8, Tensor]:
+def _in_8_bits(cache: Tensor, dtype: torch.dtype) -> tuple[Cache8, Tensor]:
     """A cache rounded to 8 bits, and its rounded values."""
-    codes, scales = rounded(cache)
+    codes, scales = rounded(cache, dtype)
     return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
 
 

@@ -16,7 +16,7 @@ Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
 # The dtype of keys and values, by vLLM's names. auto: the model's dtype. fp8: e4m3 numbers with a power of two for each head.
-KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 # The implementation of the network: ours, or transformers' for architectures that we do not have.
 Backend = Literal["emberforge", "transformers"]
@@ -89,7 +89,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     embeds: bool = False  # the operator has named a pooling, so the model also gives vectors
-    cache_in_8_bits: bool = False  # the operator wants keys and values in float8
+    cache_dtype: KvCacheDtype = "auto"  # of keys and values; auto: the dtype that the model computes in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,4 +231,4 @@ def with_kv_cache_dtype(config: ModelConfig, name: KvCacheDtype) -> ModelConfig:
     """The configuration with keys and values in this dtype. A model that does not generate has no cache and stays unchanged."""
     if config.generation is None:
         return config
-    return replace(config, generation=replace(config.generation, cache_in_8_bits=name != "auto"))
+    return replace(config, generation=replace(config.generation, cache_dtype=name))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels.cache8 import Cache8
-from engine.model.config import ModelConfig
+from engine.model.config import KvCacheDtype, ModelConfig
 from engine.run import reserve
 from engine.run.sleep import Sleeper
 
@@ -18,6 +18,14 @@ _CONTEXTS = 16
 CPU_SHARE = 4
 # This much of a GPU stays free, for kernels that CUDA loads after the weights.
 KERNEL_BYTES = 512 << 20
+
+
+_CACHE_DTYPES: dict[KvCacheDtype, torch.dtype | None] = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 class KVCache:
@@ -34,8 +42,9 @@ class KVCache:
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
         empty = torch.empty if sleeper is None else sleeper.empty
         self.in_8_bits = in_8_bits(config)
+        in_codes = _CACHE_DTYPES[config.generation.cache_dtype] if config.generation is not None else None
         self.layers: list[Tensor | Cache8] = [
-            Cache8.empty(shape, device, empty) if self.in_8_bits else empty(shape, dtype=dtype, device=device)
+            empty(shape, dtype=dtype, device=device) if in_codes is None else Cache8.empty(shape, in_codes, device, empty)
             for _ in config.layers
         ]
 
@@ -53,7 +62,7 @@ def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def in_8_bits(config: ModelConfig) -> bool:
     """Whether keys and values are in 8 bits."""
-    return config.generation is not None and config.generation.cache_in_8_bits
+    return config.generation is not None and config.generation.cache_dtype != "auto"
 
 
 def most_default_tokens(config: ModelConfig) -> int:

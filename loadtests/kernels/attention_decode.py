@@ -71,7 +71,7 @@ class Step:
             Cache8(codes, scales.transpose(1, 2).contiguous())
             for cache in [*self.caches, *self.caches]
             if isinstance(cache, Tensor)
-            for codes, scales in (rounded(cache),)
+            for codes, scales in (rounded(cache, torch.float8_e4m3fn),)
         ]
         return replace(self, caches=caches)
 

@@ -64,7 +64,7 @@ class Options:
         str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: bfloat16 if the device supports it")
     ] = "auto"
     kv_cache_dtype: Annotated[
-        str, Option(help="auto or fp8; fp8 keeps keys and values in 8 bits, for twice the tokens in the KV cache")
+        str, Option(help="auto, fp8 or int8; fp8 and int8 keep keys and values in 8 bits, for twice the tokens in the KV cache")
     ] = "auto"
     threads: Annotated[int | None, _option("--threads", "-t", text="CPU threads", default="one for each core")] = None
     verbose: Annotated[bool, Option("--verbose", "-v", help="Print times and tokens/s")] = False

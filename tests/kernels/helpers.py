@@ -69,9 +69,12 @@ def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=DEVICE)
 
 
-def cache8_of(cache: Tensor) -> tuple[Cache8, Tensor]:
+CODES = pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8], ids=["e4m3", "int8"])
+
+
+def cache8_of(cache: Tensor, dtype: torch.dtype) -> tuple[Cache8, Tensor]:
     """A cache [2, S, K, D] in 8 bits, and the values after rounding, in the dtype of the cache."""
-    codes, scales = rounded(cache)
+    codes, scales = rounded(cache, dtype)
     return Cache8(codes, scales.transpose(1, 2).contiguous()), widened(codes, scales, cache.dtype)
 
 

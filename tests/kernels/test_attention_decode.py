@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned
+from helpers import CODES, DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned
 from torch import Tensor
 
 from engine import kernels
@@ -80,11 +80,11 @@ def step(
     return Step(wide.to(DEVICE)[:, :n_heads], cache.to(DEVICE), pages.to(DEVICE), lengths, offsets, window)
 
 
-def in_8_bits(made: Step) -> Step:
+def in_8_bits(made: Step, codes: torch.dtype) -> Step:
     """The same step with a cache in 8 bits. Each token and head has values of another magnitude."""
     sizes = torch.exp2(torch.randint(-9, 2, made.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
-    codes, cache = cache8_of(made.cache * sizes.to(made.cache.dtype))
-    return replace(made, cache=cache, codes=codes)
+    cache8, cache = cache8_of(made.cache * sizes.to(made.cache.dtype), codes)
+    return replace(made, cache=cache, codes=cache8)
 
 
 def settled(items: Tensor) -> Tensor:
@@ -132,20 +132,23 @@ def test_one_part_and_many(head_dim: int, group: int) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "group"), [(128, 1), (128, 4), (128, 7), (128, 16), (128, 24), (32, 16), (64, 7), (96, 8), (256, 3), (256, 8)]
 )
-def test_keys_and_values_in_8_bits(head_dim: int, group: int) -> None:
-    assert check(in_8_bits(step(head_dim, group)), 1, 16, 1000) == [1, 3, 8]
+@CODES
+def test_keys_and_values_in_8_bits(head_dim: int, group: int, codes: torch.dtype) -> None:
+    assert check(in_8_bits(step(head_dim, group), codes), 1, 16, 1000) == [1, 3, 8]
 
 
+@CODES
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 15, 16, 100, 128, 700])
-def test_windows_of_a_cache_in_8_bits(window: int, dtype: torch.dtype) -> None:
-    check(in_8_bits(step(64, 7, window=window, dtype=dtype)), 1, 1000)
-    check(in_8_bits(step(128, 4, (5000, 1, 3000), window=window, dtype=dtype, n_kv_heads=8)), 1, 100)
+def test_windows_of_a_cache_in_8_bits(window: int, dtype: torch.dtype, codes: torch.dtype) -> None:
+    check(in_8_bits(step(64, 7, window=window, dtype=dtype), codes), 1, 1000)
+    check(in_8_bits(step(128, 4, (5000, 1, 3000), window=window, dtype=dtype, n_kv_heads=8), codes), 1, 100)
 
 
-def test_every_length_around_a_group_of_keys_in_8_bits() -> None:
+@CODES
+def test_every_length_around_a_group_of_keys_in_8_bits(codes: torch.dtype) -> None:
     for first in range(1, 200, 20):
-        check(in_8_bits(step(128, 2, range(first, first + 20))), 1)
+        check(in_8_bits(step(128, 2, range(first, first + 20)), codes), 1)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 16), (128, 2)])
@@ -207,8 +210,10 @@ def test_rows_of_no_item_are_not_written() -> None:
     assert not workspace.counters.any()
 
 
-def test_what_is_not_finite_in_8_bits_reaches_the_rows_that_see_it_alone() -> None:
-    made = in_8_bits(step(128, 2, (5, 300, 700)))
+@CODES
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_in_8_bits_reaches_the_rows_that_see_it_alone(dtype: torch.dtype, codes: torch.dtype) -> None:
+    made = in_8_bits(step(128, 2, (5, 300, 700), dtype=dtype), codes)
     assert made.codes is not None
     items, workspace = made.items(1000), made.workspace(1000)
     before = ours(made, items, workspace)

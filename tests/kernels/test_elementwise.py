@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EPS, RAGGED, cu_seqlens_of, poisoned, positions_of, rms_norm_exact
+from helpers import CODES, DEVICE, DTYPES, EPS, RAGGED, cu_seqlens_of, poisoned, positions_of, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -153,12 +153,13 @@ def test_rope_store(stored: str, norm: bool, head_dim: int, heads: tuple[int, in
     assert torch.equal(cache.view(torch.int16), before.view(torch.int16))
 
 
+@CODES
 @in_16_bits
 @pytest.mark.parametrize("heads", [(7, 1), (40, 8)])
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
-def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """V of any magnitude equals the reference bit by bit. K equals the kernel in 16 bits within a step of e4m3."""
+def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int], dtype: torch.dtype, codes: torch.dtype) -> None:
+    """V of any magnitude equals the reference bit by bit. K equals the kernel in 16 bits within a step of the codes."""
     n_heads, n_kv_heads = heads
     num_tokens, rotated, size = sum(RAGGED), sum(heads), 6 * 128
     qkv = normal(num_tokens, rotated + n_kv_heads, head_dim, dtype=dtype)
@@ -171,7 +172,7 @@ def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int],
     slots = torch.randperm(size, device=DEVICE)[:num_tokens].int()
     slots[::3] = -1
     cache, wide = (
-        Cache8.empty((2, size, n_kv_heads, head_dim), DEVICE),
+        Cache8.empty((2, size, n_kv_heads, head_dim), codes, DEVICE),
         torch.zeros(2, size, n_kv_heads, head_dim, dtype=dtype, device=DEVICE),
     )
     cache.values.view(torch.uint8).fill_(7)
@@ -185,12 +186,12 @@ def test_rope_store_in_8_bits(norm: bool, head_dim: int, heads: tuple[int, int],
     assert_rotated(ours[::3, n_heads:rotated], copy[::3, n_heads:rotated])
     assert torch.equal(ours[:, rotated:].view(torch.int16), qkv[:, rotated:].view(torch.int16))
     rows = slots[slots >= 0].long()
-    codes, scales = rounded(wide[:, rows])
-    assert torch.equal(cache.values.view(torch.uint8)[1, rows], codes[1].view(torch.uint8))
+    expected, scales = rounded(wide[:, rows], codes)
+    assert torch.equal(cache.values.view(torch.uint8)[1, rows], expected[1].view(torch.uint8))
     assert torch.equal(cache.scales[1][:, rows].T, scales[1])
     keys = widened(cache.values[0, rows], cache.scales[0][:, rows].T, torch.float32)
     most = wide[0, rows].float().abs().amax(-1, keepdim=True)
-    assert ((keys - wide[0, rows].float()).abs() <= 0.07 * wide[0, rows].float().abs() + 2**-9 * most).all()
+    assert ((keys - wide[0, rows].float()).abs() <= 0.07 * wide[0, rows].float().abs() + 2**-7 * most).all()
     others = torch.ones(size, dtype=torch.bool, device=DEVICE).index_fill(0, rows, False)
     assert (cache.values.view(torch.uint8)[:, others] == 7).all()
     assert (cache.scales[:, :, others] == 9).all()

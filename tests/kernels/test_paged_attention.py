@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned, random_qkv, shape_of, tile_depth
+from helpers import CODES, DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned, random_qkv, shape_of, tile_depth
 from torch import Tensor
 
 from engine import kernels
@@ -120,11 +120,11 @@ def test_chunks_over_shuffled_pages(kind: str, head_dim: int, group: int) -> Non
         case_of(head_dim, group, window=window).check(shape)
 
 
-def in_8_bits(case: Case) -> Case:
+def in_8_bits(case: Case, codes: torch.dtype) -> Case:
     """The same case with a cache in 8 bits. Each token and head has values of another magnitude."""
     sizes = torch.exp2(torch.randint(-9, 2, case.cache.shape[:3], device=DEVICE)).unsqueeze(-1)
-    codes, cache = cache8_of(case.cache * sizes.to(case.cache.dtype))
-    return replace(case, cache=cache, codes=codes)
+    cache8, cache = cache8_of(case.cache * sizes.to(case.cache.dtype), codes)
+    return replace(case, cache=cache, codes=cache8)
 
 
 @pytest.mark.parametrize(
@@ -135,20 +135,22 @@ def in_8_bits(case: Case) -> Case:
         *(("small", head_dim, group) for head_dim, group in ((32, 4), (64, 8), (96, 2), (128, 7), (256, 5))),
     ],
 )
-def test_chunks_over_pages_in_8_bits(kind: str, head_dim: int, group: int) -> None:
+@CODES
+def test_chunks_over_pages_in_8_bits(kind: str, head_dim: int, group: int, codes: torch.dtype) -> None:
     for window in (None, 0, 127, 200):
-        in_8_bits(case_of(head_dim, group, window=window)).check(shape_of(head_dim, kind, in_8_bits=True))
+        in_8_bits(case_of(head_dim, group, window=window), codes).check(shape_of(head_dim, kind, in_8_bits=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kind", "head_dim", "group"), [("large", 128, 4), ("small", 64, 8)])
-def test_lengths_and_starts_in_8_bits(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> None:
+@CODES
+def test_lengths_and_starts_in_8_bits(kind: str, head_dim: int, group: int, dtype: torch.dtype, codes: torch.dtype) -> None:
     shape = shape_of(head_dim, kind, in_8_bits=True)
     depth, step = shape.block_m // group, shape.block_n
     starts = (0, 1, step - 1, step, step + 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - depth)
     chunks = [(length, start) for length in (1, depth - 1, depth, depth + 1, 2 * depth + 1) for start in starts]
     for window in (None, depth, PAGE):
-        in_8_bits(case_of(head_dim, group, dtype, window, chunks)).check(shape)
+        in_8_bits(case_of(head_dim, group, dtype, window, chunks), codes).check(shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -50,20 +50,22 @@ def logprobs(engine: Engine) -> list[float]:
     return [float(token.logprob or 0) for answer in answers for token in (answer.prompt_tokens or ())[1:]]
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp8", torch.float8_e4m3fn), ("fp8_e4m3", torch.float8_e4m3fn), ("int8", torch.int8)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probabilities_are_those_of_rounded_keys_and_values(
-    generator: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch
+    generator: Callable[..., Path], kind: str, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:
     folder = generator(kind)
-    whole, found, also = (logprobs(load(folder, name)) for name in ("auto", "fp8", "fp8_e4m3"))
-    assert also == found
+    whole, found = (logprobs(load(folder, each)) for each in ("auto", name))
     assert 0 < np.abs(np.subtract(found, whole)).max() < 0.2
     store = reference.rope_store
 
     def rounds(qkv: Tensor, table: Tensor, positions: Tensor, n_heads: int, cache: Tensor, slots: Tensor, *rest: Any) -> None:
         store(qkv, table, positions, n_heads, cache, slots, *rest)
         rows = slots.long()
-        cache[:, rows] = widened(*rounded(cache[:, rows]), torch.float32)
+        cache[:, rows] = widened(*rounded(cache[:, rows], dtype), torch.float32)
 
     monkeypatch.setattr(reference, "rope_store", rounds)
     np.testing.assert_allclose(found, logprobs(load(folder, "auto")), atol=1e-5)
@@ -113,8 +115,8 @@ def test_the_command_line_takes_the_names_of_vllm(generator: Callable[..., Path]
 
     monkeypatch.setattr(Engine, "load", spy)
     command = ["generate", "-m", str(generator("qwen3_lm")), "-n", "3", "--devices", "cpu", "--kv-cache-dtype"]
-    for name in ("fp8", "fp8_e4m3", "auto"):
+    for name in ("fp8", "fp8_e4m3", "int8", "auto"):
         assert CliRunner().invoke(cli, [*command, name], catch_exceptions=False).exit_code == 0
-    assert given == ["fp8", "fp8_e4m3", "auto"]
-    with pytest.raises(InvalidInput, match="--kv-cache-dtype is 'int4', expected auto, fp8, fp8_e4m3"):
+    assert given == ["fp8", "fp8_e4m3", "int8", "auto"]
+    with pytest.raises(InvalidInput, match="--kv-cache-dtype is 'int4', expected auto, fp8, fp8_e4m3, int8"):
         CliRunner().invoke(cli, [*command, "int4"], catch_exceptions=False)

@@ -81,7 +81,7 @@ def test_a_signature_holds_what_the_macros_make_of_the_source() -> None:
     assert out == "out as a tensor of float8_e4m3fn, of contiguous rows"
     assert (bias, reach) == ("bias as a tensor of float32, contiguous", "reach as a whole number")
     assert (pages, scales) == ("pages as a tensor of int32, contiguous", "scales as a tensor of uint8, contiguous")
-    in_8_bits = attention_defines(64, 1, BF16, shape, paged=True, in_8_bits=True)
+    in_8_bits = attention_defines(64, 1, BF16, shape, paged=True, kv8=1)
     assert told("attention", "attention", in_8_bits)[1] == "k as a tensor of float8_e4m3fn, of contiguous rows"
     values = told("quantize", "quantize", quantize_defines(64, BF16, torch.int8))[3]
     assert values == "values as a tensor of int8, contiguous"
@@ -201,8 +201,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     cache = torch.zeros(2, 128, 2, 128, dtype=BF16)
     kernels.rope_store(qkv, table, ids, 4, cache, ids)
     kernels.rope_store(qkv, table, ids, 4, cache, ids, (weight, weight, 1e-6))
-    in_8_bits = Cache8.empty((2, 256, 2, 128), q.device)
+    in_8_bits = Cache8.empty((2, 256, 2, 128), E4M3, q.device)
     kernels.rope_store(qkv, table, ids, 4, in_8_bits, ids)
+    in_int8 = Cache8.empty((2, 256, 2, 128), torch.int8, q.device)
+    kernels.rope_store(qkv, table, ids, 4, in_int8, ids)
     kernels.rms_norm(wide, weight, 1e-6, wide.clone())
     kernels.layer_norm(wide, weight, weight, 1e-6, weight, wide.clone())
     kernels.swiglu(wide)
@@ -222,6 +224,7 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     for dtype in (None, E4M3):
         kernels.attention_decode(q, cache, items, ids, workspace, dtype)
         kernels.attention_decode(q, in_8_bits, items, ids, workspace, dtype)
+        kernels.attention_decode(q, in_int8, items, ids, workspace, dtype)
     cache, pages = torch.ones(2, 256, 2, 128, dtype=BF16), torch.zeros(2, dtype=torch.int32)
     for dtype in (None, E4M3):
         for shape in (tile_shapes(128, (9, 0))[0], wgmma):
@@ -298,7 +301,7 @@ def test_paged_attention_tells_its_kernel_where_things_lie(fake_kernels: set[tup
     assert (grid, values[:6]) == ((2, 1), [*addresses, 0])
     assert values[6:11] == [8 * 128, 2 * 128, 4 * 128, 7, 0]  # strides, then the window: tokens seen before and after
     assert values[-2:] == [pages.data_ptr(), 0]
-    in_8_bits = Cache8.empty((2, 256, 2, 128), q.device)
+    in_8_bits = Cache8.empty((2, 256, 2, 128), E4M3, q.device)
     kernels.paged_attention(q, in_8_bits, tiles, pages, tile_shapes(128, LEAST_TILED)[0], 7, out=out)
     _, (_, values) = FakeKernel.launches
     assert values[1:3] == [in_8_bits.values[0].data_ptr(), in_8_bits.values[1].data_ptr()]

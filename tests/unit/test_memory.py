@@ -26,7 +26,7 @@ from engine.heads.classifier import Head
 from engine.heads.splade import Splade
 from engine.kernels import MaybeQuantized, Quantized
 from engine.kernels.cache8 import Cache8
-from engine.model.config import DenseConfig, GenerationConfig, ModelConfig, with_kv_cache_dtype
+from engine.model.config import DenseConfig, GenerationConfig, KvCacheDtype, ModelConfig, with_kv_cache_dtype
 from engine.model.families import MODELS, family_of
 from engine.model.folder import load_model_config
 from engine.model.footprint import (
@@ -297,9 +297,10 @@ def test_a_cache_is_counted_in_whole_pages(kind: MemoryKind) -> None:
     assert footprint(CATALOGUE["Qwen/Qwen3-Embedding-0.6B"], torch.bfloat16, kind, cache_tokens=128).cache == 0
 
 
+@pytest.mark.parametrize("name", ["fp8", "int8"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cache_in_8_bits_has_a_byte_for_each_value_and_each_head(kind: MemoryKind) -> None:
-    config = with_kv_cache_dtype(qwen3("0.6B"), "fp8")
+def test_a_cache_in_8_bits_has_a_byte_for_each_value_and_each_head(kind: MemoryKind, name: KvCacheDtype) -> None:
+    config = with_kv_cache_dtype(qwen3("0.6B"), name)
     a_page = PAGE_SIZE * 2 * 28 * 8 * (128 + 1)
     for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
         none, more = (footprint(config, dtype, kind, cache_tokens=tokens) for tokens in (0, 129))
@@ -313,7 +314,7 @@ def test_a_cache_in_8_bits_has_a_byte_for_each_value_and_each_head(kind: MemoryK
     )
     assert with_kv_cache_dtype(config, "auto") == qwen3("0.6B")
     embeds = CATALOGUE["Qwen/Qwen3-Embedding-0.6B"]
-    assert with_kv_cache_dtype(embeds, "fp8") == embeds
+    assert with_kv_cache_dtype(embeds, name) == embeds
 
 
 def test_prompts_are_cut_so_a_longer_context_takes_no_more() -> None:

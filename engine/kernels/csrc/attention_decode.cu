@@ -4,7 +4,7 @@
 //   key and the end of the keys (counted from the start of that page), the part's index, the number of parts, the item of the
 //   sequence's first part, whether all keys but the sequence's last are settled. first == end is padding: the block does nothing. A
 //   row without an item is not written.
-//   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh).
+//   KV8: cache is in 8 bits and has scales u8 [2, K, S] (cache8.cuh).
 //   out [B, K * GROUP, D]. With E4M3, `out` is e4m3, and values that are not finite become NaN.
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
 //   with several parts. The counters are 0 before and after.
@@ -40,7 +40,7 @@ constexpr int ROW = D * sizeof(KV), CHUNKS = ROW / 16;  // bytes of a row, and i
 constexpr bool SWIZZLED = ROW % 128 == 0;
 constexpr int PITCH = SWIZZLED ? ROW : ROW + 16;  // bytes
 constexpr u32 TILE = KEYS * PITCH;
-constexpr u32 STAGE = 2 * TILE + KV8 * 128, RING = STAGES * STAGE;  // with room for the scales of 16 keys and 16 values; a ring for each warp
+constexpr u32 STAGE = 2 * TILE + (KV8 ? 128 : 0), RING = STAGES * STAGE;  // with room for the scales of 16 keys and 16 values; a ring for each warp
 constexpr int MOST_ROWS = GROUP < BLOCK_ROWS ? GROUP : BLOCK_ROWS;               // query heads of a block
 constexpr int HEAD_TILES = (GROUP + BLOCK_ROWS - 1) / BLOCK_ROWS;                // blocks that share a key head
 constexpr int Q_TILES = (MOST_ROWS + 7) / 8;

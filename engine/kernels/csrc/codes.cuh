@@ -48,16 +48,6 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 c) {
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "n"(B), "r"(c));
     return d;
 }
-// a * b + c for pairs, each rounded once.
-__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
-    u32 d;
-#if HALF
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-#else
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-#endif
-    return d;
-}
 // The pair of -(ABOVE + zero) for one zero in both halves of `zeros`.
 __device__ __forceinline__ u32 minus_of(u32 zeros) { return zeros | ABOVE | SIGNS; }
 // The pair of ABOVE + code: bits 0 to 3 and 16 to 19 of `codes`.

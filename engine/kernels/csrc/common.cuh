@@ -8,6 +8,17 @@ typedef long long i64;
 #define HALF 0
 #endif
 
+// a * b + c for pairs, each rounded once.
+__device__ __forceinline__ u32 fma_pair(u32 a, u32 b, u32 c) {
+    u32 d;
+#if HALF
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+    return d;
+}
+
 struct alignas(16) Vec8 {  // eight 16-bit values, the widest load there is
     u32 word[4];
 };

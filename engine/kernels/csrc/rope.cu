@@ -7,7 +7,7 @@
 // STORE: the cache gets K (normed, rotated) and V of each token whose slot is not negative. K is then not written back to qkv.
 //   cache [2, S, K, D]: keys, then values; cache_rows is S.  slots int [T]: each token's row of the cache, below 0 for none.
 //   V is copied bit by bit, by the threads that rotate: its loads are in flight with those of Q and K.
-//   KV8: cache is e4m3 and has scales u8 [2, K, S] (cache8.cuh). Values are rounded to 16 bits first, then to 8 bits.
+//   KV8: cache is in 8 bits and has scales u8 [2, K, S] (cache8.cuh). Values are rounded to 16 bits first, then to 8 bits.
 // Floor: 4 * T * (H + K) * D bytes; with STORE 4 * T * K * D more, with KV8 3 * T * K * D.
 constexpr int LANES = HEAD_DIM / 8;
 constexpr int ROTATED = HEADS + KV_HEADS, ALL_HEADS = ROTATED + STORE * KV_HEADS;
