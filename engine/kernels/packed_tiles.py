@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -50,10 +51,10 @@ def tiled_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int
     """
     if rows > 64 and (form.beside == "mins" or form.group < 64):
         return None
-    per_step = 2 if form.chunk == 64 and k % 128 == 0 else 1
+    records = (2, 1) if form.chunk == 64 and k % 128 == 0 else (1,)  # of a strip in a step
     strips = n // STRIP
     takes_two = rows <= 64 and form.beside != "mins" and form.group > 32 and strips >= _LEAST_TILES * sms * 2 * _WARPS
-    for tall in (2, 1) if takes_two else (1,):
+    for per_step, tall in product(records, (2, 1) if takes_two else (1,)):
         stages = (most_bytes - _BYTES_BESIDE) // _stage_bytes(tall, per_step, rows, form)
         if stages >= _LEAST_STAGES:
             tiles, steps = -(-strips // (_WARPS * tall)), k // (per_step * form.chunk)

@@ -1,5 +1,7 @@
 """Packed matrices have their original values when index arithmetic reads them back."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from engine.codes import Form
 from engine.kernels import reference
 from engine.kernels.packed import Packed
 from engine.kernels.packed_rows import packed_shape, packed_shapes
+from engine.kernels.packed_tiles import tiled_shape
 from engine.model.quantized.kept import packed
 from engine.model.quantized.layout import Codes
 
@@ -91,3 +94,13 @@ def test_every_matrix_has_a_shape(n: int, k: int, rows: int, least: int) -> None
         assert shape.shared_bytes(k, rows, form) <= least
         times = {each: seconds for seconds, each in packed_shapes(n, k, rows, form, 132, least)}
         assert times[shape] == min(times.values())
+
+
+@forms
+def test_every_matrix_has_tiles_for_64_rows(form: Form) -> None:
+    """Also on cards with 99 KiB of shared memory for a block."""
+    for (n, k), rows, least in product(SHAPES, (16, 32, 64), (99 << 10, 163 << 10, 227 << 10)):
+        if form.fits(n, k):
+            shape = tiled_shape(n, k, rows, form, 132, least, False)
+            assert shape is not None, (n, k, rows, least)
+            assert shape.shared_bytes(rows, form) <= least
