@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
+from engine.codes import Form
 from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.draws import Row, uniform
 from engine.kernels import reference
@@ -22,6 +23,7 @@ from engine.kernels.linear_packed import unpacked
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
 from engine.model.quantized.kept import packed, to_four_bits
+from engine.model.quantized.layout import Codes
 from engine.options import SamplingOptions
 
 _EPS = 1e-6  # of norms
@@ -59,6 +61,7 @@ class Results(NamedTuple):
     exact: Tensor
 
 
+_OTHER_FORMS = (Form(16, is_float=True), Form(32, 5, "mins"), Form(16, 6), Form(32, 8))  # than that of int4
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}  # of keys and values in 8 bits
 
 
@@ -103,7 +106,7 @@ def cases(device: torch.device) -> Iterator[Case]:
     yield from product_cases(make)
     for dtype, least in LEAST_CAPABILITY.items():
         if capability >= least:
-            yield from cases_in_8_bits(make, dtype) if is_8_bits(dtype) else cases_in_4_bits(make)
+            yield from cases_in_8_bits(make, dtype) if is_8_bits(dtype) else cases_in_codes(make)
     if capability >= (8, 0):
         yield from attention_cases(make, capability)
         yield from paged_cases(make, capability)
@@ -246,17 +249,18 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
         yield Case("linear8", what, partial(_linear8_of_16_bits, make, dtype, rows, 4096, 1024))
 
 
-def cases_in_4_bits(make: Maker) -> Iterator[Case]:
-    """Products of up to 64 rows read the 4 bits. For more rows W is written out first."""
+def cases_in_codes(make: Maker) -> Iterator[Case]:
+    """Products of up to 64 rows read the codes. For more rows W is written out first."""
     for rows in (1, 16, 64, 300):
         for name, ours, plain, operands, n, k in (
             ("linear_packed", kernels.linear_packed, reference.linear, _normed_operands, 4096, 1024),
             ("linear_packed_add", kernels.linear_packed_add, _linear_add, _operands, 1024, 3072),
             ("linear_packed_swiglu", kernels.linear_packed_swiglu, _linear_swiglu, _normed_operands, 6144, 1024),
         ):
-            yield Case(
-                name, f"{rows} x {k} x {n}", partial(_linear_packed, make, ours, plain, partial(operands, rows=rows, n=n, k=k))
-            )
+            given = partial(operands, rows=rows, n=n, k=k)
+            yield Case(name, f"{rows} x {k} x {n}", partial(_linear_packed, make, ours, plain, given))
+        for form in _OTHER_FORMS if rows in (1, 64) else ():
+            yield Case("linear_packed", f"{rows} x 1024 x 4096, {form}", partial(_linear_of_form, make, rows, 4096, 1024, form))
 
 
 def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
@@ -408,6 +412,19 @@ def _linear_packed(make: Maker, ours: Callable[..., Any], plain: Callable[..., A
     low = plain(x, values.to(make.dtype), *others)
     exact = plain(x.float(), values, *(_copy(each, wide=True) for each in others))
     return Results(ours(x, kept, *others), low, exact)
+
+
+def _linear_of_form(make: Maker, rows: int, n: int, k: int, form: Form) -> Results:
+    """As `_linear_packed`, with random codes."""
+    make.reset()
+    most = 1 << form.bits
+    codes = (make.normal(n, k).float() * most / 8 + most / 2).clamp(0, most - 1).to(torch.uint8)
+    scales = (make.normal(n, k // form.group).float().abs() + 0.5) * 8 / most / k**0.5
+    mins = -scales * most / 2 if form.beside == "mins" else None
+    kept = packed(Codes(codes, scales, form.bits, mins=mins, is_float=form.is_float))
+    x, values = make.normal(rows, k), unpacked(kept, torch.float32)
+    low, exact = (reference.linear(each, values.to(each.dtype), None, 0.0) for each in (x, x.float()))
+    return Results(kernels.linear_packed(x, kept), low, exact)
 
 
 def _operands_in_8_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> tuple[Quantized, Quantized]:

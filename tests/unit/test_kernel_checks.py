@@ -19,7 +19,7 @@ def cases() -> list[Case]:
     found = [*kernel_checks.elementwise_cases(make), *kernel_checks.product_cases(make)]
     for dtype in (torch.float8_e4m3fn, torch.int8):
         found += kernel_checks.cases_in_8_bits(make, dtype)
-    found += kernel_checks.cases_in_4_bits(make)
+    found += kernel_checks.cases_in_codes(make)
     found += kernel_checks.paged_cases(make, (9, 0))
     return [case for case in found if not case.shape.startswith("4096 x")]
 

@@ -11,7 +11,7 @@
   once and the next norm reads one tensor less. In bf16 cuBLASLt adds bias and GeLU. Its GeLU is the tanh form, whose difference
   from the exact form is smaller than bf16's rounding (docs/decisions/006).
 * `Linear8`: a weight in 8 bits (docs/decisions/023).
-* `PackedLinear`: a weight in 4 bits on a GPU (docs/decisions/046).
+* `PackedLinear`: a weight in codes of 4 to 8 bits on a GPU (docs/decisions/046 and 066).
 * `SideBySide`: Q, K and V of different kinds (docs/decisions/056).
 * `PlainLinear`: everywhere else, plain torch. It is the specification of the others.
 """
