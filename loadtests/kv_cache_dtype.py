@@ -51,13 +51,13 @@ def main() -> None:
             row[f"{name}, tokens/s"] = rate
             if read:
                 row[f"{name}, % of floor"] = 100 * rate * read / bandwidth
-            if name == "fp8":
-                row["fp8 / auto"] = rate / row["auto, tokens/s"]
+            if name != "auto":
+                row[f"{name} / auto"] = rate / row["auto, tokens/s"]
             print(row, flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     notes = [
-        "auto: keys and values in bf16, 147,456 bytes a token; fp8: 74,880 bytes",
+        "auto: keys and values in bf16, 147,456 bytes a token; fp8 and int8: 74,880 bytes",
         "prefill: from a prompt's submission to its first token, nothing else running",
         f"floor: the bytes of weights, keys and values at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
     ]

@@ -137,8 +137,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
                 yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, paged=True, e4m3=True)
             for shape in dict.fromkeys(tile_shapes(head_dim, LEAST_TILED)):
-                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, kv8=1)
-                yield _attention(head_dim, 1, torch.float16, shape, paged=True, kv8=2)
+                for kv8 in (1, 2):
+                    yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, kv8=kv8)
+                    yield _attention(head_dim, 1, torch.float16, shape, paged=True, kv8=kv8)
             if (hopper := hopper_shape(head_dim, capability)) is not None:
                 for flags in ({}, {"prefix": True}, {"paged": True}):
                     yield from (_attention_hopper(head_dim, group, dtype, hopper, **flags) for group in _GROUPS[head_dim])
@@ -263,10 +264,11 @@ def _attentions_decode(capability: tuple[int, int]) -> Iterator[Variant]:
     yield _attention_decode(256, 8, torch.float16)
     if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
         yield _attention_decode(256, 8, torch.bfloat16, e4m3=True)
-    for head_dim in DECODE_SHAPES_8:
-        yield _attention_decode(head_dim, 16, torch.bfloat16, kv8=1)
-    for dtype in (torch.bfloat16, torch.float16):
-        yield _attention_decode(128, 4, dtype, kv8=2)
+    for kv8 in (1, 2):
+        for head_dim in DECODE_SHAPES_8:
+            yield _attention_decode(head_dim, 16, torch.bfloat16, kv8=kv8)
+        for dtype in (torch.bfloat16, torch.float16):
+            yield _attention_decode(128, 4, dtype, kv8=kv8)
 
 
 def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False, kv8: int = 0) -> Variant:

@@ -90,7 +90,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     embeds: bool = False  # the operator has named a pooling, so the model also gives vectors
-    cache_dtype: KvCacheDtype = "auto"  # of keys and values; auto: the dtype that the model computes in
+    cache_dtype: Literal["auto", "fp8", "int8"] = "auto"  # of keys and values; auto: the dtype that the model computes in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,4 +232,4 @@ def with_kv_cache_dtype(config: ModelConfig, name: KvCacheDtype) -> ModelConfig:
     """The configuration with keys and values in this dtype. A model that does not generate has no cache and stays unchanged."""
     if config.generation is None:
         return config
-    return replace(config, generation=replace(config.generation, cache_dtype=name))
+    return replace(config, generation=replace(config.generation, cache_dtype="fp8" if name == "fp8_e4m3" else name))

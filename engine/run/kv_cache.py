@@ -6,7 +6,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.kernels.cache8 import Cache8
-from engine.model.config import KvCacheDtype, ModelConfig
+from engine.model.config import ModelConfig
 from engine.run import reserve
 from engine.run.sleep import Sleeper
 
@@ -20,12 +20,7 @@ CPU_SHARE = 4
 KERNEL_BYTES = 512 << 20
 
 
-_CACHE_DTYPES: dict[KvCacheDtype, torch.dtype | None] = {
-    "auto": None,
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "int8": torch.int8,
-}
+_CODES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}  # by `GenerationConfig.cache_dtype`
 
 
 class KVCache:
@@ -42,7 +37,7 @@ class KVCache:
         shape = (2, self.num_pages * PAGE_SIZE, config.n_kv_heads, config.head_dim)
         empty = torch.empty if sleeper is None else sleeper.empty
         self.in_8_bits = in_8_bits(config)
-        in_codes = _CACHE_DTYPES[config.generation.cache_dtype] if config.generation is not None else None
+        in_codes = _CODES[config.generation.cache_dtype] if config.generation is not None else None
         self.layers: list[Tensor | Cache8] = [
             empty(shape, dtype=dtype, device=device) if in_codes is None else Cache8.empty(shape, in_codes, device, empty)
             for _ in config.layers

@@ -23,7 +23,7 @@
 // With PAGED, keys are counted by their positions. Blocks begin at multiples of BLOCK_N, which divides PAGE, so no block crosses
 // a page. A tile reads no page beyond those of the positions that its tokens see. Rows behind its last token become zeros.
 //
-// KV8 (with PAGED): k and v are in 8 bits and have scales u8 [2, K, S] (cache8.cuh). cp.async copies the codes of a block to a separate
+// KV8 (with PAGED): k and v are in 8 bits, with scales u8 [2, K, S] (cache8.cuh). cp.async copies the codes of a block to a separate
 // place. Then each thread widens the codes that it has fetched, into the tile that keys and values share.
 //
 // FlashAttention 2's order of work on mma.sync m16n8k16 and cp.async: a warp owns 16 * M_TILES rows, so that every K or V

@@ -40,7 +40,8 @@ constexpr int ROW = D * sizeof(KV), CHUNKS = ROW / 16;  // bytes of a row, and i
 constexpr bool SWIZZLED = ROW % 128 == 0;
 constexpr int PITCH = SWIZZLED ? ROW : ROW + 16;  // bytes
 constexpr u32 TILE = KEYS * PITCH;
-constexpr u32 STAGE = 2 * TILE + (KV8 ? 128 : 0), RING = STAGES * STAGE;  // with room for the scales of 16 keys and 16 values; a ring for each warp
+constexpr u32 STAGE = 2 * TILE + (KV8 ? 128 : 0);  // with room for the scales of 16 keys and 16 values
+constexpr u32 RING = STAGES * STAGE;               // of a warp
 constexpr int MOST_ROWS = GROUP < BLOCK_ROWS ? GROUP : BLOCK_ROWS;               // query heads of a block
 constexpr int HEAD_TILES = (GROUP + BLOCK_ROWS - 1) / BLOCK_ROWS;                // blocks that share a key head
 constexpr int Q_TILES = (MOST_ROWS + 7) / 8;

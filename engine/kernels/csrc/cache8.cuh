@@ -1,5 +1,6 @@
 // Keys and values of a cache in 8 bits, for sources that define KV8. engine/kernels/cache8.py describes the format.
-//   values [2, S, K, D] e4m3 (KV8 1) or int8 (KV8 2).  scales [2, K, S], one byte for the D keys, or the D values, of a token and head.
+//   values [2, S, K, D] e4m3 (KV8 1) or int8 (KV8 2).
+//   scales [2, K, S], one byte for the D keys, or the D values, of a token and head.
 // e4m3: the bits of codes are moved into 16-bit floats, so no instruction of sm_89 is needed. Then the exponent field lacks the
 // difference of the two biases. The scale, a power of two, includes this difference, so one exact product gives the value.
 // int8: the low seven bits become the mantissa of 128 + bits (bf16) or 1024 + bits (fp16). One exact fma subtracts this number

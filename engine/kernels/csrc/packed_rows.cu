@@ -1,5 +1,5 @@
-// y = x W^T for at most 8 rows of x and W in 4 to 8 bits, fused with an RMSNorm before it and the operation after it, for sm_80 and
-// later. The kernel reads W once, at the rate of the memory. Sums in fp32.
+// y = x W^T for at most 8 rows of x and W in 4 to 8 bits, fused with an RMSNorm before it and the operation after it, for sm_80
+// and later. The kernel reads W once, at the rate of the memory. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows. norm [K] in 16 bits.
 //   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
