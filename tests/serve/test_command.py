@@ -101,7 +101,7 @@ def test_serve_prints_a_curl_that_works_and_ctrl_c_leaves_nothing() -> None:
                 assert process.pid == terminal.process.pid or key not in process.environ().values()
         assert key not in terminal.text
         assert '"object":"embedding"' in answer
-        assert "INFO POST /v1/embeddings 200 " in terminal.text, "the command prints a replica's lines"
+        terminal.wait_for("INFO POST /v1/embeddings 200 ", 10)  # the command prints a replica's lines
         assert f" 127.0.0.1:{grpc_port}  (gRPC)" in terminal.text
         with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
             embed, metadata = tei_pb2_grpc.EmbedStub(channel).Embed, [("authorization", f"Bearer {key}")]
