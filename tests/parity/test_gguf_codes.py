@@ -15,7 +15,7 @@ import tiny_gguf
 import torch
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
-from test_kept_codes import keep_on_a_cpu, log_probs, matrices, packed_layers
+from test_kept_codes import check_all_stay, keep_on_a_cpu, log_probs, matrices, packed_layers
 
 from engine import Engine, load
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
@@ -114,14 +114,7 @@ def generator(tiny: Tiny, at: Path, family: str, kind: Kind, kinds: Mapping[str,
 def test_the_same_model_as_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, family: str, kind: Kind
 ) -> None:
-    folder = generator(tiny, tmp_path, family, kind)
-    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
-    keep_on_a_cpu(monkeypatch)
-    with caplog.at_level(logging.INFO):
-        engine = Engine.load(folder, dtype="float32", device="cpu")
-    assert packed_layers(engine) == 8
-    assert f"{folder}: 14 matrices stay in their codes, none is dequantised" in caplog.text
-    np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2 if kind in ROUNDED else 1e-4)
+    check_all_stay(generator(tiny, tmp_path, family, kind), monkeypatch, caplog, atol=2e-2 if kind in ROUNDED else 1e-4)
 
 
 def test_types_in_one_layer_may_differ(

@@ -32,6 +32,19 @@ __device__ __forceinline__ u32 load_word(u32 shared) {
 __device__ __forceinline__ void load_words(u32 (&x)[4], u32 shared) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared));
 }
+// For the kernels that fetch records with cp.async, and whose blocks exchange sums in memory.
+__device__ __forceinline__ u32 address_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
+__device__ __forceinline__ float4 load_of_blocks(const float* x) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
+    return v;
+}
 __device__ __forceinline__ float float_of_half(u32 bits) {  // the low 16 bits
     float x;
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(bits));

@@ -33,24 +33,12 @@ struct alignas(16) Shared {
     bool is_last;
 };
 
-__device__ __forceinline__ u32 address_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
 template <int BYTES>
 __device__ __forceinline__ void copy_async(u32 shared, const unsigned char* global) {
     if (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
-__device__ __forceinline__ float4 load_of_blocks(const float* x) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
-    return v;
 }
 __device__ __forceinline__ float load_of_blocks_1(const float* x) {
     float v;

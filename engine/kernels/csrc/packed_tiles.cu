@@ -29,20 +29,8 @@ static_assert(PART % 16 == 0, "a copy takes 16 bytes");
 static_assert(!MINS || TALL == 1, "registers hold the sums of x for one strip");
 constexpr int AHEAD = STAGES - 1;  // steps to fetch ahead
 
-__device__ __forceinline__ u32 address_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
 __device__ __forceinline__ void copy_async(u32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int LEFT>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
-__device__ __forceinline__ float4 load_of_blocks(const float* x) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
-    return v;
 }
 
 // The offset in a box of one vector of 16 bytes of a row.

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.codes import Form
+from engine.codes import STRIP, Form
 from engine.errors import ModelError
 from engine.kernels.packed import Packed, pack
 from engine.model.quantized.layout import Blocks, Codes, QuantizedMatrix
@@ -92,7 +92,7 @@ def in_codes(scheme: Quantization | None, values: int, layers: range, most_bits:
 
 def bytes_of_codes(values: int, form: Form) -> int:
     """The bytes of a matrix in this form."""
-    return values // (16 * form.chunk) * form.record_bytes
+    return values // (STRIP * form.chunk) * form.record_bytes
 
 
 def joined(parts: Sequence[Codes]) -> Codes | None:
