@@ -1,11 +1,10 @@
 """x W^T for at most 32 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from operator import itemgetter
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -13,14 +12,13 @@ from cuda.core import TensorMapDescriptor
 from torch import Tensor
 
 from engine.codes import STRIP, Form
-from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
+from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 32
 _MOST_ROWS_OF_TENSORS = 16  # more rows are faster with `gemm_skinny`, which does not take W in 4 bits
-_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
@@ -47,21 +45,12 @@ class Box:
         return -(-(block_n // STRIP * self.strip_bytes) // WIDTH) * WIDTH + rows * self.row_bytes
 
 
-IN_16_BITS, IN_8_BITS = Box(64, STRIP * WIDTH, WIDTH), Box(128, STRIP * WIDTH, WIDTH)
-ONLY_W_IN_8_BITS = Box(128, STRIP * WIDTH, 2 * WIDTH)
-WIDENED = {torch.float8_e4m3fn: 5}  # the macro OPERANDS, by W's dtype, for x in bf16
+IN_16_BITS = Box(64, STRIP * WIDTH, WIDTH)
 
 
-def box_of(weight: Tensor | Packed, x: torch.dtype) -> Box:
-    if isinstance(weight, Packed):
-        return box_of_codes(weight.form)
-    if weight.element_size() == 2:
-        return IN_16_BITS
-    return IN_8_BITS if x.itemsize == 1 else ONLY_W_IN_8_BITS
-
-
-def box_of_codes(form: Form) -> Box:
-    return Box(form.chunk, form.record_bytes, 2 * form.chunk)
+def box_of(form: Form | None) -> Box:
+    """The box of W in 16 bits, or in codes of this form."""
+    return IN_16_BITS if form is None else Box(form.chunk, form.record_bytes, 2 * form.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +101,16 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    most = _MOST_ROWS_OF_TENSORS if isinstance(weight, Tensor) else MOST_ROWS
-    if isinstance(weight, Packed) and not _takes(weight.form):
+    most, form = _MOST_ROWS_OF_TENSORS, None
+    if isinstance(weight, Packed):
+        most, form = MOST_ROWS, weight.form
+        if not _takes(form):
+            return None
+    elif weight.dtype != torch.bfloat16:
         return None
-    if len(x) > most or x.dtype not in _DTYPES or not is_hopper(x.device):
+    if len(x) > most or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
-    return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(weight, x.dtype))
+    return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(form))
 
 
 def few_rows(
@@ -128,26 +121,23 @@ def few_rows(
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 1e-6,
-    row_scale: Tensor | None = None,
-    column_scale: Tensor | None = None,
 ) -> Tensor:
     """Returns x W^T in bf16. With `norm` [K], the weight of an RMSNorm, x is normalised first.
 
     Args:
-        x: [M, K], M up to MOST_ROWS. The row stride is a multiple of 16 bytes.
-        weight: [N, K]. Both are bf16, or without a norm e4m3 or int8. A packed weight of 4 bits takes x in bf16, and so may a
-            weight in e4m3.
+        x: [M, K] bf16, M up to MOST_ROWS. The row stride is a multiple of 16 bytes.
+        weight: [N, K], bf16 or packed in 4 bits.
         shape: from `few_rows_shape_of`, or from `few_rows_shape` for `padded` M.
-        followed_by, residual, row_scale, column_scale: as in `gemm_hopper`. x in bf16 has no `row_scale`.
+        followed_by, residual: as in `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
-    rows = padded(m)
-    kernel = _kernel(k, rows, shape, norm is not None, followed_by, _operands(weight, x.dtype), box_of(weight, x.dtype), x.device)
+    rows, form = padded(m), weight.form if isinstance(weight, Packed) else None
+    kernel = _kernel(k, rows, shape, norm is not None, followed_by, form, x.device)
     grid = shape.split * min(n // shape.block_n, shape.clusters(num_sms(x.device)))
     x_map, w_map = tensor_map(x, (rows,)), _weight_map(weight, shape.block_n)
-    kernel(grid, x_map, w_map, norm, y, row_scale, column_scale, m, n, y.stride(0), np.float32(eps))
+    kernel(grid, x_map, w_map, norm, y, m, n, y.stride(0), np.float32(eps))
     return y
 
 
@@ -158,23 +148,11 @@ def _kernel(
     shape: FewRowsShape,
     norm: bool,
     followed_by: FollowedBy,
-    operands: tuple[tuple[str, int], ...],
-    box: Box,
+    form: Form | None,
     device: torch.device,
 ) -> Kernel:
-    defines = few_rows_defines(k, rows, shape, norm, followed_by, dict(operands))
-    return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm, box))
-
-
-def _operands(weight: Tensor | Packed, x: torch.dtype) -> tuple[tuple[str, int], ...]:
-    """The macros of the operands' dtypes."""
-    if isinstance(weight, Packed):
-        return codes_operands(weight.form)
-    return (("OPERANDS", OPERANDS[x] if x == weight.dtype else WIDENED[weight.dtype]),)
-
-
-def codes_operands(form: Form) -> tuple[tuple[str, int], ...]:
-    return (("OPERANDS", 4), *form.defines.items())
+    defines = few_rows_defines(k, rows, shape, norm, followed_by, form)
+    return Kernel("few_rows", "few_rows", defines, device, _THREADS, shape.shared_bytes(k, rows, norm, box_of(form)))
 
 
 def _takes(form: Form) -> bool:
@@ -189,12 +167,7 @@ def _weight_map(weight: Tensor | Packed, block_n: int) -> TensorMapDescriptor:
 
 
 def few_rows_defines(
-    k: int,
-    rows: int,
-    shape: FewRowsShape,
-    norm: bool,
-    followed_by: FollowedBy,
-    operands: Mapping[str, int] = MappingProxyType({"OPERANDS": 0}),
+    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, form: Form | None = None
 ) -> dict[str, int]:
     return {
         "K": k,
@@ -205,7 +178,8 @@ def few_rows_defines(
         "NORM": int(norm),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "HALF": 0,
-        **operands,
+        "IN_CODES": int(form is not None),
+        **(form.defines if form is not None else {}),
     }
 
 

@@ -36,7 +36,7 @@ _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}
 class SkinnyShape:
     """How the blocks divide the work."""
 
-    rows: int  # of x, 32 or 64; the last ones may be missing
+    rows: int  # of x: 8, 16, 32 or 64; the last ones may be missing
     split: int  # blocks that divide K
     block_n: int  # rows of W of a block
     stages: int  # boxes in flight
@@ -58,7 +58,7 @@ class SkinnyShape:
 
 def padded(m: int) -> int:
     """Returns the number of rows of the compiled kernel."""
-    return 32 if m <= 32 else MOST_ROWS
+    return next(rows for rows in (8, 16, 32, MOST_ROWS) if m <= rows)
 
 
 def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Iterator[tuple[float, SkinnyShape]]:

@@ -1,10 +1,9 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper up to 16 rows go through `few_rows`, up to 64 through `gemm_skinny`, and more rows of int8 through `gemm_hopper`. All
-three fuse the next operation. cuBLAS computes all other products. docs/decisions/023 and 063.
+On Hopper up to 64 rows go through `gemm_skinny`, and more rows of int8 through `gemm_hopper`. Both fuse the next operation.
+cuBLAS computes all other products. docs/decisions/023, 055 and 063.
 
-Every function here takes x [M, K] in 16 bits and quantises it, except if `few_rows` takes x in bf16 with W in e4m3
-(docs/decisions/055). It does not change x in 8 bits.
+Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
 from engine.kernels.launch import is_hopper
@@ -23,7 +21,6 @@ from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 _FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
 _INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
 _LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
-MOST_ROWS_IN_16_BITS = 16  # with W in e4m3, up to this many rows stay in bf16
 
 
 def linear8(
@@ -35,8 +32,6 @@ def linear8(
         norm: [K], the weight of an RMSNorm that x goes through first.
         pending: [M, K], added to x in place before the norm. `linear8_add` gives it.
     """
-    if pending is None and (few := _few_in_16_bits(x, weight, "nothing", norm=norm, eps=eps)) is not None:
-        return few
     x8 = quantize(x, weight.values.dtype, norm, eps, pending=pending)
     ours = _ours(x8, weight)
     return _product(x8, weight) if ours is None else ours
@@ -44,50 +39,27 @@ def linear8(
 
 def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tensor | None:
     """residual += x W^T, in place, if the product can add. Returns: None, or x W^T [M, N], which the next norm has to add."""
-    if _few_in_16_bits(x, weight, "residual", residual) is not None:
-        return None
     x8 = quantize(x, weight.values.dtype)
     return _product(x8, weight) if _ours(x8, weight, "residual", residual) is None else None
 
 
 def linear8_swiglu(
     x: MaybeQuantized, gate_up: Quantized, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
-) -> MaybeQuantized:
-    """silu(x G^T) * (x U^T), in the form of the next product's input. `norm` and `pending` are as in `linear8`.
+) -> Quantized:
+    """silu(x G^T) * (x U^T), in 8 bits for the next product. `norm` and `pending` are as in `linear8`.
 
     Args:
         gate_up: [2 I, K], in which eight rows of G and eight rows of U alternate.
-    Returns: [M, I], in 8 bits, or in bf16 if x stays in bf16.
+    Returns: [M, I].
     """
-    if pending is None and (few := _few_in_16_bits(x, gate_up, "swiglu", norm=norm, eps=eps)) is not None:
-        return few
     dtype = gate_up.values.dtype
     x8 = quantize(x, dtype, norm, eps, pending=pending)
     ours = _ours(x8, gate_up, "swiglu")
     return quantize(_product(x8, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
 
 
-def _few_in_16_bits(
-    x: MaybeQuantized,
-    weight: Quantized,
-    followed_by: FollowedBy,
-    residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> Tensor | None:
-    """The product of x in bf16 with a weight in e4m3. None if no kernel takes it, or if x in 8 bits is faster."""
-    if isinstance(x, Quantized) or weight.values.dtype != torch.float8_e4m3fn or len(x) > MOST_ROWS_IN_16_BITS:
-        return None
-    shape = few_rows_shape_of(x, weight.values, norm is not None)
-    if shape is None:
-        return None
-    return few_rows(x, weight.values, shape, followed_by, residual, norm, eps, column_scale=weight.scale)
-
-
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
     """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
-    if (shape := few_rows_shape_of(x.values, weight.values)) is not None:
-        return few_rows(x.values, weight.values, shape, followed_by, residual, row_scale=x.scale, column_scale=weight.scale)
     if (skinny := skinny_shape_of(x.values, weight.values)) is not None:
         return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, x.scale, weight.scale)
     few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS

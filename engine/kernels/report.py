@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -17,17 +16,7 @@ from engine.kernels.attention_decode import DECODE_SHAPES, DECODE_SHAPES_8, atte
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
-from engine.kernels.few_rows import (
-    IN_8_BITS,
-    IN_16_BITS,
-    ONLY_W_IN_8_BITS,
-    WIDENED,
-    Box,
-    box_of_codes,
-    codes_operands,
-    few_rows_defines,
-    few_rows_shape,
-)
+from engine.kernels.few_rows import box_of, few_rows_defines, few_rows_shape
 from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
@@ -176,11 +165,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
-            yield from (_gemm_skinny(n, k, 64, followed_by, operands) for operands in (2, 3))
-            yield from (_few_rows(n, k, 16, False, followed_by, IN_8_BITS, {"OPERANDS": operands}) for operands in (2, 3))
-            yield _few_rows(n, k, 16, norm, followed_by, ONLY_W_IN_8_BITS, {"OPERANDS": WIDENED[torch.float8_e4m3fn]})
+            yield from (_gemm_skinny(n, k, rows, followed_by, operands) for operands in (2, 3) for rows in (8, 16, 64))
             for form in (Form(128), Form(32, beside="zeros")):
-                yield _few_rows(n, k, 32, norm, followed_by, box_of_codes(form), dict(codes_operands(form)))
+                yield _few_rows(n, k, 32, norm, followed_by, form)
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -321,18 +308,9 @@ def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy, operands: i
     return Variant("gemm_skinny", label, skinny_defines(operands, k, shape, followed_by), shape.shared_bytes(), FEATURES)
 
 
-def _few_rows(
-    n: int,
-    k: int,
-    rows: int,
-    norm: bool,
-    followed_by: FollowedBy,
-    box: Box = IN_16_BITS,
-    operands: Mapping[str, int] = MappingProxyType({"OPERANDS": 0}),
-) -> Variant:
-    shape = few_rows_shape(n, k, rows, norm, _H200_SMS, box)
+def _few_rows(n: int, k: int, rows: int, norm: bool, followed_by: FollowedBy, form: Form | None = None) -> Variant:
+    shape = few_rows_shape(n, k, rows, norm, _H200_SMS, box_of(form))
     assert shape is not None, "they are models' shapes"
-    of = ", ".join(f"{name.lower()} {value}" for name, value in operands.items())
-    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {of}"
-    defines = few_rows_defines(k, rows, shape, norm, followed_by, operands)
-    return Variant("few_rows", label, defines, shape.shared_bytes(k, rows, norm, box))
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {form or 'bf16'}"
+    defines = few_rows_defines(k, rows, shape, norm, followed_by, form)
+    return Variant("few_rows", label, defines, shape.shared_bytes(k, rows, norm, box_of(form)))

@@ -44,7 +44,7 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("n", "k", "cut"), CASES)
-@pytest.mark.parametrize("m", [1, 17, 32, 33, 48, 57, 64])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 48, 57, 64])
 def test_gemm_skinny(m: int, n: int, k: int, cut: tuple[int, int, int] | None, followed_by: FollowedBy) -> None:
     shape = SkinnyShape(padded(m), *cut) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE))
     assert shape is not None, "these are models' shapes"
@@ -64,7 +64,7 @@ def test_gemm_skinny(m: int, n: int, k: int, cut: tuple[int, int, int] | None, f
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("n", "k", "cut"), IN_8_BITS)
-@pytest.mark.parametrize("m", [1, 17, 32, 33, 48, 57, 64])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 48, 57, 64])
 def test_eight_bits(
     m: int, n: int, k: int, cut: tuple[int, int, int] | None, followed_by: FollowedBy, dtype: torch.dtype
 ) -> None:

@@ -23,7 +23,7 @@ from engine.kernels.attention_decode import DecodeWorkspace, decode_items
 from engine.kernels.cache8 import Cache8
 from engine.kernels.compile import _SOURCES
 from engine.kernels.embed import embed_defines
-from engine.kernels.few_rows import IN_8_BITS, FewRowsShape, few_rows, few_rows_shape
+from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape
 from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape
 from engine.kernels.launch import Kernel
@@ -243,14 +243,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     assert skinny is not None
     gemm_skinny(x, w, skinny, "residual", torch.ones(3, 4096, dtype=BF16))
     gemm_hopper(x.half(), w.half(), "residual", torch.ones(3, 4096, dtype=FP16))
-    shape = few_rows_shape(4096, 1024, 8, False, 132, IN_8_BITS)
-    assert shape is not None
     for kind in (E4M3, torch.int8):
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
-        few_rows(x.to(kind), w.to(kind), shape, "swiglu", **scales)  # type: ignore[arg-type]
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
         gemm_skinny(x.to(kind), w.to(kind), replace(skinny, itemsize=1), "nothing", **scales)  # type: ignore[arg-type]
-    few_rows(x, w.to(E4M3), shape, norm=torch.ones(1024, dtype=BF16), column_scale=torch.ones(4096))
     codes = torch.zeros(64, 1024, dtype=torch.uint8)
     four = pack(codes, Form(128, beside="zeros"), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
     packed_rows(x, four, PackedShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))

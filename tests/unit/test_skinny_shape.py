@@ -13,7 +13,7 @@ PRODUCTS = [(4096, 1024), (1024, 3072), (19456, 2560), (2560, 9728), (24576, 409
 
 
 @pytest.mark.parametrize(("n", "k"), PRODUCTS)
-@pytest.mark.parametrize("m", [17, 32, 33, MOST_ROWS])
+@pytest.mark.parametrize("m", [1, 8, 9, 17, 32, 33, MOST_ROWS])
 @pytest.mark.parametrize("itemsize", [1, 2])
 def test_every_shape_fits(n: int, k: int, m: int, itemsize: int) -> None:
     shapes = [shape for _, shape in skinny_shapes(n, k, padded(m), SMS, itemsize)]

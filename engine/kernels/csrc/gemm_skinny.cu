@@ -1,5 +1,5 @@
-// y = x W^T for 17 to 64 rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32, bf16
-// out. The kernel reads W once, at the rate of the memory.
+// y = x W^T for at most 64 rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32,
+// bf16 out. The kernel reads W once, at the rate of the memory.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
 //   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
@@ -24,7 +24,7 @@ constexpr int SUMS = ROWS / 2;  // of a thread
 constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
 constexpr int MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;
 static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_N % BOXES == 0 && BOX_ROWS % 8 == 0, "whole boxes");
-static_assert(ROWS == 32 || ROWS == 64, "the shapes of `product`");
+static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 64, "the shapes of `product`");
 static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums fit into the ring");
 
 // Lies in shared memory after the ring.
@@ -34,9 +34,21 @@ struct alignas(16) Shared {
     u64 full[STAGES], empty[STAGES], inbox_full;
 };
 
+// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
+__device__ __forceinline__ void product(Sum (&x)[4], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0; wgmma.mma_async.sync.aligned.m64n8" KIND " {%0, %1, %2, %3}, %4, %5, p" TAIL ";}"
+                 : OUT_4(x, 0)
+                 : "l"(a), "l"(b), "r"(accumulate));
+}
+__device__ __forceinline__ void product(Sum (&x)[8], u64 a, u64 b, int accumulate) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16" KIND
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p" TAIL ";}"
+                 : OUT_4(x, 0), OUT_4(x, 4)
+                 : "l"(a), "l"(b), "r"(accumulate));
+}
+
 #define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 
-// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
 __device__ __forceinline__ void product(Sum (&x)[16], u64 a, u64 b, int accumulate) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32" KIND " {" REGS_16
                  "}, %16, %17, p" TAIL ";}"
