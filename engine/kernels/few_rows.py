@@ -24,10 +24,9 @@ MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
 # A model of the time of a shape, fitted to an H200 (loadtests/kernels/few_rows.py): bytes per nanosecond from memory and into
-# one multiprocessor, and nanoseconds for a tile by the number of blocks that divide K.
-_BYTES_PER_NS, _BYTES_PER_NS_SM = 4200, 42
-_TURN_NS = {1: 300, 2: 400, 4: 900, 8: 900}
-_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes takes 1 + 8 KiB / n of the time
+# one multiprocessor, and nanoseconds for a box and for a tile, by the number of blocks that divide K.
+_BYTES_PER_NS, _BYTES_PER_NS_SM = 4800, 46
+_BOX_NS, _TURN_NS = 8, {1: 1000, 2: 700, 4: 700, 8: 500}
 # Graphics processing clusters. All blocks of a cluster run in one GPC. A GPC has an even number of multiprocessors. This number
 # need not be a multiple of the cluster's size.
 _GPCS = 8
@@ -87,9 +86,8 @@ def few_rows_shapes(
         steps, stage = turns * (k // split // box.columns), box.stage_bytes(block_n, rows)
         stages = min(steps, (_MOST_SHARED_BYTES - _fixed_bytes(split, block_n, k, rows, norm)) // stage)
         if stages >= min(steps, 4):
-            flow = max(n // STRIP * (k // box.columns) * box.strip_bytes / _BYTES_PER_NS, steps * stage / _BYTES_PER_NS_SM)
-            if stages < steps:
-                flow *= 1 + _SHORT_RING_BYTES / (stages * stage)
+            from_memory = n // STRIP * (k // box.columns) * box.strip_bytes / _BYTES_PER_NS
+            flow = max(from_memory, steps * (stage / _BYTES_PER_NS_SM + _BOX_NS))
             yield flow + turns * _TURN_NS[split], FewRowsShape(split, block_n, stages)
 
 

@@ -1,6 +1,6 @@
-"""x W^T for at most 64 rows on wgmma and TMA, fused with the operation that follows, for sm_90a.
+"""x W^T for few rows on wgmma and TMA, fused with the operation that follows, for sm_90a.
 
-Reading W takes most of the time.
+For up to 64 rows reading W takes most of the time. docs/decisions/063 and 067.
 """
 
 from collections.abc import Iterator
@@ -17,17 +17,20 @@ from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
-MOST_ROWS = 64
-_DTYPES = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)
+# Up to so many rows of x this kernel is faster than all others.
+MOST_ROWS = {torch.bfloat16: 64, torch.float8_e4m3fn: 256, torch.int8: 512}
+_TILE = 128  # the most rows of x that a block multiplies
 _MOST_BOX_ROWS, _MOST_BLOCK_N = 256, 320
+_MOST_BLOCK_N_OF_TILE = 256  # with _TILE rows more threads would have too few registers
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for the blocks that run on it at the same time
 _RESERVED_BYTES = 1024  # by the chip, for each block
 _LEAST_STAGES = 4
-# A model of the time of a shape, fitted to an H200 and an H100: bytes per nanosecond from memory, from the L2 cache and into one
-# multiprocessor, and nanoseconds for the exchange of sums, for another wave of blocks, and for each of a block's rows of W.
-_BYTES_PER_NS, _BYTES_PER_NS_L2, _BYTES_PER_NS_SM = 4200, 8500, 75
-_EXCHANGE_NS, _WAVE_NS, _ROW_NS = 1000, 2500, 10
-_SHORT_RING_BYTES = 8 << 10  # a ring of n bytes takes 1 + 8 KiB / n of the time
+# A model of the time of a shape, fitted to an H200: bytes per nanosecond from the L2 cache and into one multiprocessor, products
+# of two values in 8 bits per nanosecond and multiprocessor, and nanoseconds for the exchange of sums, for another wave of blocks,
+# and for each of a block's rows of W. The time to read W from memory is left out: it is the same for all shapes.
+_BYTES_PER_NS_L2, _BYTES_PER_NS_SM, _PRODUCTS_PER_NS = 9500, 75, 3800
+_EXCHANGE_NS, _WAVE_NS, _ROW_NS = 2000, 7500, 45
+_SHORT_RING_BYTES = 12 << 10  # a ring of n bytes takes 1 + 12 KiB / n of the time
 # Clusters that run at once on the 132 multiprocessors of an H100, by the number of blocks, as the driver says.
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}
 
@@ -36,7 +39,7 @@ _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}
 class SkinnyShape:
     """How the blocks divide the work."""
 
-    rows: int  # of x: 8, 16, 32 or 64; the last ones may be missing
+    rows: int  # of x that a block multiplies: 8, 16, 32, 64 or 128
     split: int  # blocks that divide K
     block_n: int  # rows of W of a block
     stages: int  # boxes in flight
@@ -57,28 +60,36 @@ class SkinnyShape:
 
 
 def padded(m: int) -> int:
-    """Returns the number of rows of the compiled kernel."""
-    return next(rows for rows in (8, 16, 32, MOST_ROWS) if m <= rows)
+    """Returns the number of rows for which a shape is chosen: each number has kernels of its own."""
+    return max(8, 1 << (m - 1).bit_length())
 
 
 def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Iterator[tuple[float, SkinnyShape]]:
-    """Yields the possible shapes for W [n, k], each with its predicted nanoseconds. `rows`: rows of x, `padded`."""
+    """Yields the possible shapes for W [n, k], each with nanoseconds to compare. `rows`: rows of x, `padded`."""
     columns = WIDTH // itemsize  # of a box
     if k % columns or n % 16:
         return
+    row_tiles, rows = -(-rows // _TILE), min(rows, _TILE)
     for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, 16), (1, 2)):
         boxes = -(-block_n // _MOST_BOX_ROWS)
         steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n)
         room = _SHARED_BYTES // together - _RESERVED_BYTES - _fixed_bytes(rows, split, block_n, itemsize)
         stages = min(steps, room // stage)
         sums = rows * (block_n + 4) * 4  # which lie in the ring at the end
+        if rows == _TILE and block_n > _MOST_BLOCK_N_OF_TILE:
+            continue
         if block_n % (8 * boxes) or k // columns < split or stages < min(steps, _LEAST_STAGES) or stages * stage < sums:
             continue
-        tiles = -(-n // block_n)
+        tiles = row_tiles * -(-n // block_n)
         waves = -(-tiles // (together * sms * _CLUSTERS[split] // _CLUSTERS[1]))
         in_turn = -(-tiles * split // sms) if waves == 1 else waves * together  # blocks that the busiest multiprocessor computes
         moved = steps * stage  # by a block
-        flow = max(itemsize * n * k / _BYTES_PER_NS, tiles * split * moved / _BYTES_PER_NS_L2, in_turn * moved / _BYTES_PER_NS_SM)
+        products = itemsize * steps * columns * rows * 64 * -(-block_n // 64)
+        flow = max(
+            tiles * split * moved / _BYTES_PER_NS_L2,
+            in_turn * moved / _BYTES_PER_NS_SM,
+            in_turn * products / _PRODUCTS_PER_NS,
+        )
         if stages < steps:
             flow *= 1 + _SHORT_RING_BYTES / (stages * stage)
         once = _EXCHANGE_NS * (split > 1) + _WAVE_NS * (waves - 1) + _ROW_NS * block_n
@@ -93,7 +104,7 @@ def skinny_shape(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Skin
 
 def skinny_shape_of(x: Tensor, weight: Tensor) -> SkinnyShape | None:
     """Returns the shape for `gemm_skinny`; None if `gemm_skinny` does not take this chip, dtype, or number of rows."""
-    if len(x) > MOST_ROWS or x.dtype not in _DTYPES or not is_hopper(x.device):
+    if len(x) > MOST_ROWS.get(x.dtype, 0) or not is_hopper(x.device):
         return None
     return skinny_shape(len(weight), x.shape[1], padded(len(x)), num_sms(x.device), x.element_size())
 
@@ -110,8 +121,8 @@ def gemm_skinny(
     """Returns x W^T in bf16.
 
     Args:
-        x: [M, K], M up to `shape.rows`; weight: [N, K], of the same dtype: bf16, e4m3 or int8. Rows begin at multiples of 16
-            bytes.
+        x: [M, K], M up to `shape.rows`, or any if these are 128; weight: [N, K], of the same dtype: bf16, e4m3 or int8. Rows
+            begin at multiples of 16 bytes.
         shape: from `skinny_shape_of`.
         followed_by, residual, row_scale, column_scale: as in `gemm_hopper`.
     """
@@ -119,7 +130,7 @@ def gemm_skinny(
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
     x_map, w_map = tensor_map(x, (shape.rows,)), tensor_map(weight, (shape.block_n // shape.boxes,))
-    grid = shape.split * -(-n // shape.block_n)
+    grid = shape.split * -(-n // shape.block_n) * -(-m // shape.rows)
     kernel = _kernel(OPERANDS[x.dtype], k, shape, followed_by, x.device)
     kernel(grid, x_map, w_map, y, row_scale, column_scale, m, n, y.stride(0))
     return y

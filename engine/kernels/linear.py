@@ -5,7 +5,7 @@
 * `few_rows` for up to 16 rows and `gemm_skinny` for up to 64, because reading W takes most of the time.
 * `gemm_hopper` for SwiGLU after a product that is large enough to fill the chip.
 
-docs/decisions/022 and 063.
+docs/decisions/022, 063 and 067.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper up to 64 rows go through `gemm_skinny`, and more rows of int8 through `gemm_hopper`. Both fuse the next operation.
-cuBLAS computes all other products. docs/decisions/023, 055 and 063.
+On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`, and more rows of int8 through `gemm_hopper`. Both fuse
+the next operation. cuBLAS computes all other products. docs/decisions/023 and 067.
 
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """
@@ -12,13 +12,10 @@ from torch.nn import functional as F
 
 from engine.kernels import reference
 from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
-from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
+from engine.kernels.gemm_skinny import MOST_ROWS, gemm_skinny, skinny_shape_of
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 
-# Up to this many rows of x, `gemm_hopper` has too few tiles to fill the chip, and cuBLAS's int8 is faster. The limit is lower for
-# a wide W, because it has more tiles, and cuBLAS's sums in 32 bits are as wide as W.
-_FEW_ROWS, _FEW_ROWS_OF_WIDE = 192, 64
 _INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
 _LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
 
@@ -62,8 +59,7 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
     """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
     if (skinny := skinny_shape_of(x.values, weight.values)) is not None:
         return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, x.scale, weight.scale)
-    few = _FEW_ROWS_OF_WIDE if len(weight) > weight.values.shape[1] else _FEW_ROWS
-    if x.values.dtype == torch.int8 and len(x) > few and is_hopper(x.values.device):
+    if x.values.dtype == torch.int8 and len(x) > MOST_ROWS[torch.int8] and is_hopper(x.values.device):
         return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)
     return None
 

@@ -165,7 +165,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
-            yield from (_gemm_skinny(n, k, rows, followed_by, operands) for operands in (2, 3) for rows in (8, 16, 64))
+            yield from (_gemm_skinny(n, k, rows, followed_by, 2) for rows in (8, 64, 256))
+            yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
             for form in (Form(128), Form(32, beside="zeros")):
                 yield _few_rows(n, k, 32, norm, followed_by, form)
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))

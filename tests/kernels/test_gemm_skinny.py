@@ -1,4 +1,4 @@
-"""x W^T for up to 64 rows, with the operation that follows, against fp64."""
+"""x W^T for few rows, with the operation that follows, against fp64."""
 
 import pytest
 import torch
@@ -64,11 +64,13 @@ def test_gemm_skinny(m: int, n: int, k: int, cut: tuple[int, int, int] | None, f
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("n", "k", "cut"), IN_8_BITS)
-@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 48, 57, 64])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 48, 57, 64, 65, 128, 129, 300, 512])
 def test_eight_bits(
     m: int, n: int, k: int, cut: tuple[int, int, int] | None, followed_by: FollowedBy, dtype: torch.dtype
 ) -> None:
-    shape = SkinnyShape(padded(m), *cut, 1) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE), 1)
+    if cut and m > 64 and cut[1] > 256:
+        pytest.skip("128 rows of x take at most 256 rows of W")
+    shape = SkinnyShape(min(padded(m), 128), *cut, 1) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE), 1)
     assert shape is not None, "these are models' shapes"
     given = InEightBits.random(m, n, k, followed_by, dtype)
     with poisoned():

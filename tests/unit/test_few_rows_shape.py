@@ -60,9 +60,10 @@ def test_rows_are_padded_to_few_numbers() -> None:
     assert [padded(m) for m in (1, 8, 9, 24, 25, MOST_ROWS)] == [8, 8, 16, 24, 32, 32]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-@pytest.mark.parametrize(("m", "takes"), [(16, True), (17, False)])
-def test_more_rows_take_another_kernel(m: int, takes: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("m", "dtype", "takes"), [(16, torch.bfloat16, True), (17, torch.bfloat16, False), (16, torch.int8, False)]
+)
+def test_other_rows_take_another_kernel(m: int, dtype: torch.dtype, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "is_hopper", lambda device: True)
     monkeypatch.setattr(few_rows, "num_sms", lambda device: SMS)
     x, w = torch.zeros(m, 1024, dtype=dtype), torch.zeros(4096, 1024, dtype=dtype)

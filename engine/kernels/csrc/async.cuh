@@ -131,6 +131,15 @@ __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_g
 template <int LEFT>
 __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 
+// Lists of registers for wgmma's text.
+#define REGS_4 "%0, %1, %2, %3"
+#define REGS_8 REGS_4 ", %4, %5, %6, %7"
+#define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define REGS_32 REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define REGS_64                                                                                                            \
+    REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+            "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
 #ifdef OPERANDS
 // The parts of wgmma's text that depend on the operands, and the type of its sums: 0 bf16, 1 fp16, 2 e4m3, 3 int8.
 #if OPERANDS == 3
@@ -154,6 +163,7 @@ typedef float Sum;
 #endif
 #define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
+#define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
 
 // Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
 template <int COUNT>

@@ -1,4 +1,4 @@
-// y = x W^T for at most 64 rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32,
+// y = x W^T for few rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32,
 // bf16 out. The kernel reads W once, at the rate of the memory.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
 //   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu.
@@ -10,6 +10,7 @@
 // still runs. Each of GROUPS warpgroups multiplies 64 rows of W with all rows of x by wgmma. The last warpgroup may have fewer rows of
 // W: it also multiplies what lies behind the box, and drops the results. The launcher makes shared memory reach that far.
 // Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows.
+// If x has more than ROWS rows, which are 128 then, neighbouring clusters take the same rows of W and other rows of x.
 //
 // Floor: the N * K values of W, read once.
 constexpr bool IN_8_BITS = OPERANDS >= 2;
@@ -24,7 +25,6 @@ constexpr int SUMS = ROWS / 2;  // of a thread
 constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
 constexpr int MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;
 static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_N % BOXES == 0 && BOX_ROWS % 8 == 0, "whole boxes");
-static_assert(ROWS == 8 || ROWS == 16 || ROWS == 32 || ROWS == 64, "the shapes of `product`");
 static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums fit into the ring");
 
 // Lies in shared memory after the ring.
@@ -35,31 +35,24 @@ struct alignas(16) Shared {
 };
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
-__device__ __forceinline__ void product(Sum (&x)[4], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %6, 0; wgmma.mma_async.sync.aligned.m64n8" KIND " {%0, %1, %2, %3}, %4, %5, p" TAIL ";}"
-                 : OUT_4(x, 0)
-                 : "l"(a), "l"(b), "r"(accumulate));
-}
-__device__ __forceinline__ void product(Sum (&x)[8], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16" KIND
-                 " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p" TAIL ";}"
-                 : OUT_4(x, 0), OUT_4(x, 4)
-                 : "l"(a), "l"(b), "r"(accumulate));
-}
-
-#define REGS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-
-__device__ __forceinline__ void product(Sum (&x)[16], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32" KIND " {" REGS_16
-                 "}, %16, %17, p" TAIL ";}"
-                 : OUT_16(x, 0)
-                 : "l"(a), "l"(b), "r"(accumulate));
-}
-__device__ __forceinline__ void product(Sum (&x)[32], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64" KIND " {" REGS_16
-                 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p" TAIL ";}"
-                 : OUT_16(x, 0), OUT_16(x, 16)
-                 : "l"(a), "l"(b), "r"(accumulate));
+__device__ __forceinline__ void product(Sum (&x)[SUMS], u64 a, u64 b, int accumulate) {
+#define PRODUCT(N, REGS, A, B, ACCUMULATE, ...)                                                                                \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND " {" REGS "}, " A \
+                 ", " B ", p" TAIL ";}"                                                                                        \
+                 : __VA_ARGS__                                                                                                 \
+                 : "l"(a), "l"(b), "r"(accumulate))
+#if ROWS == 8
+    PRODUCT("8", REGS_4, "%4", "%5", "%6", OUT_4(x, 0));
+#elif ROWS == 16
+    PRODUCT("16", REGS_8, "%8", "%9", "%10", OUT_4(x, 0), OUT_4(x, 4));
+#elif ROWS == 32
+    PRODUCT("32", REGS_16, "%16", "%17", "%18", OUT_16(x, 0));
+#elif ROWS == 64
+    PRODUCT("64", REGS_32, "%32", "%33", "%34", OUT_16(x, 0), OUT_16(x, 16));
+#else
+    static_assert(ROWS == 128, "products are of 8, 16, 32, 64 or 128 rows of x");
+    PRODUCT("128", REGS_64, "%64", "%65", "%66", OUT_64(x, 0));
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
@@ -70,8 +63,10 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
-    const int m = static_cast<int>(m_), n = static_cast<int>(n_);
-    const int rank = SPLIT > 1 ? cluster_rank() : 0, first_row = blockIdx.x / SPLIT * BLOCK_N;
+    const int n = static_cast<int>(n_), row_tiles = ROWS < 128 ? 1 : (static_cast<int>(m_) + ROWS - 1) / ROWS;
+    const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
+    const int first_row = tile / row_tiles * BLOCK_N, first_of_x = tile % row_tiles * ROWS;
+    const int m = min(ROWS, static_cast<int>(m_) - first_of_x);
     const int first = rank * CHUNKS / SPLIT, steps = (rank + 1) * CHUNKS / SPLIT - first;
     const int each = (m + SPLIT - 1) / SPLIT, begin = min(rank * each, m), count = min(each, m - begin);  // the rows that it finishes
 
@@ -100,7 +95,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
                     fetch(stage + i * BOX_ROWS * WIDTH, w, (first + step) * COLUMNS, first_row + i * BOX_ROWS, shared.full[ring.stage]);
             };
             auto fetch_x = [&](int stage, int step) {
-                fetch(address(ring_bytes) + stage * STAGE_BYTES + W_BYTES, x, (first + step) * COLUMNS, 0, shared.full[stage]);
+                fetch(address(ring_bytes) + stage * STAGE_BYTES + W_BYTES, x, (first + step) * COLUMNS, first_of_x, shared.full[stage]);
             };
             fetch_all(ring, steps, fetch_w, fetch_x);
         } else {
@@ -112,18 +107,20 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
 
         // A thread finishes MINE times two neighbouring columns of y.
-        const int width = FOLLOWED_BY == 2 ? n / 2 : n, first_column = blockIdx.x / SPLIT * WIDE;
+        const int width = FOLLOWED_BY == 2 ? n / 2 : n, first_column = tile / row_tiles * WIDE;
         auto row_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) / PAIRS; };
         auto column_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) % PAIRS * 2; };
         auto is_there = [&](int j) { return row_of(j) < count && first_column + column_of(j) < width; };
-        auto place = [&](int j) { return reinterpret_cast<u32*>(y + (begin + row_of(j)) * y_stride + first_column + column_of(j)); };
+        auto place = [&](int j) { return reinterpret_cast<u32*>(y + (first_of_x + begin + row_of(j)) * y_stride + first_column + column_of(j)); };
         u32 before_it[FOLLOWED_BY == 1 ? MINE : 1];
-        if (FOLLOWED_BY == 1) {  // now, because each load takes half a microsecond
+        auto load_before = [&] {
 #pragma unroll
             for (int j = 0; j < MINE; ++j) before_it[j] = is_there(j) ? *place(j) : 0;
-        }
+        };
+        // Now, because a load takes half a microsecond. With 128 rows there are no registers left beside the sums.
+        if (FOLLOWED_BY == 1 && ROWS < 128) load_before();
         if (IN_8_BITS) {
-            for (int i = threadIdx.x; i < m; i += MULTIPLIERS) shared.row_scale[i] = row_scale[i];
+            for (int i = threadIdx.x; i < m; i += MULTIPLIERS) shared.row_scale[i] = row_scale[first_of_x + i];
             for (int i = threadIdx.x; i < BLOCK_N; i += MULTIPLIERS) shared.column_scale[i] = column_scale[min(first_row + i, n - 1)];
         }
 
@@ -156,6 +153,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             for (int i = 0; i < SUMS; ++i)
                 partial[i / 4 * 8 + lane % 4 * 2 + i % 2][w_row + lane / 4 + i / 2 % 2 * 8] = static_cast<float>(sums[i]);
         }
+        if (FOLLOWED_BY == 1 && ROWS == 128) load_before();
         named_sync(1, MULTIPLIERS);
         if (SPLIT > 1) {
             cluster_wait();  // all blocks of the cluster have their barriers

@@ -68,12 +68,6 @@ __device__ __forceinline__ void add_group(float (&sums)[TILES][4], const float (
 #define OUT_4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 1), OUT_4(x, i + 2), OUT_4(x, i + 3)
 #define OUT_32(x, i) OUT_16(x, i), OUT_16(x, i + 4)
-#define REGS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define REGS_32 REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGS_64                                                                                                            \
-    REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-            "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
 __device__ __forceinline__ void product(float (&x)[TILES][4], const u32 (&a)[4], u64 b, int accumulate) {
 #define PRODUCT(SHAPE, REGS, A, B, ACCUMULATE, ...)                                                                             \
