@@ -1,9 +1,13 @@
 """Tokens/s of the shapes of Qwen3-8B and 14B with random weights in 4 to 8 bits, beside bf16, on one GPU.
 
-python -m loadtests.packed_models
+python -m loadtests.packed_models [bf16] [float8] [int8]
+
+Without arguments all forms are measured. With arguments the results are in `packed_models_part`.
 """
 
 import gc
+import sys
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -25,7 +29,8 @@ from loadtests.report import write
 from serve_app.garbage import collect_seldom
 
 CONTEXT, TOKENS = 128, {1: 128, 64: 64}  # tokens of each prompt; tokens of each answer, by the number of streams
-CACHE_TOKENS = 40_000
+TOKENS_OF_ROUNDED = {1: 128, 8: 128, 64: 64, 256: 64}
+CACHE_TOKENS = 80_000
 # The forms of all layers: bf16, float8 and int8 as the engine rounds them, and published forms.
 PUBLISHED = {"as Q4_1 and Q4_K": Form(32, beside="mins"), "as Q4_0": Form(32), "as most of GPTQ": Form(128),
              "as NVFP4": Form(16, is_float=True), "as Q5_K": Form(32, 5, "mins"), "as Q6_K": Form(16, 6),
@@ -65,7 +70,7 @@ def measure(model: str, name: str, form: Form | torch.dtype) -> dict[str, Any]:
     engine.speculate = False
     row: dict[str, Any] = {"layers": f"{form}, {name}" if isinstance(form, Form) else name, "ready s": perf_counter() - start}
     streaming = Streaming(engine)
-    for count, tokens in TOKENS.items():
+    for count, tokens in (TOKENS if isinstance(form, Form) else TOKENS_OF_ROUNDED).items():
         steps = streaming.decode(count, CONTEXT, tokens, SamplingOptions(max_tokens=1, temperature=0.0))
         row[f"{count} streams, tokens/s"] = count / median(steps)
     row["8,192 tokens of a prompt, ms"] = 1000 * median(streaming.first_token(8192, 3))
@@ -75,12 +80,13 @@ def measure(model: str, name: str, form: Form | torch.dtype) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     collect_seldom()
     tables: dict[str, list[dict[str, Any]]] = {}
     for model, forms in FORMS.items():
         rows = tables[f"{model}, random weights"] = []
-        for name, form in forms.items():
+        for name in names or forms:
+            form = forms[name]
             rows.append(measure(model, name, form))
             gc.collect()
             torch.cuda.empty_cache()
@@ -89,8 +95,9 @@ def main() -> None:
         "targets on an H200: groups of 128: 8B 480 with 1 stream and 16,000 with 64, 14B 300; float8: 8B 370",
         "Q4_K_M has 85 % of these values in Q4_K, and the rest in Q6_K",
     ]
-    write("packed_models", "python -m loadtests.packed_models", tables, notes)
+    result = "packed_models" + "_part" * bool(names)
+    write(result, " ".join(["python -m loadtests.packed_models", *names]), tables, notes)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
