@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
+from math import inf
 from operator import itemgetter
 
 import torch
@@ -25,14 +26,27 @@ _MOST_BLOCK_N_OF_TILE = 256  # with _TILE rows more threads would have too few r
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for the blocks that run on it at the same time
 _RESERVED_BYTES = 1024  # by the chip, for each block
 _LEAST_STAGES = 4
-# A model of the time of a shape, fitted to an H200: bytes per nanosecond from the L2 cache and into one multiprocessor, products
-# of two values in 8 bits per nanosecond and multiprocessor, and nanoseconds for the exchange of sums, for another wave of blocks,
-# and for each of a block's rows of W. The time to read W from memory is left out: it is the same for all shapes.
-_BYTES_PER_NS_L2, _BYTES_PER_NS_SM, _PRODUCTS_PER_NS = 9500, 75, 3800
-_EXCHANGE_NS, _WAVE_NS, _ROW_NS = 2000, 7500, 45
-_SHORT_RING_BYTES = 12 << 10  # a ring of n bytes takes 1 + 12 KiB / n of the time
 # Clusters that run at once on the 132 multiprocessors of an H100, by the number of blocks, as the driver says.
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """A model of the time of a shape, fitted to an H200. It only has to put shapes in order."""
+
+    memory: float  # bytes per nanosecond from memory; infinite: the time is left out, because it is the same for all shapes
+    cache: float  # bytes per nanosecond from the L2 cache
+    sm: float  # bytes per nanosecond into one multiprocessor
+    products: float  # of two values in 8 bits, per nanosecond and multiprocessor
+    exchange_ns: float  # for the exchange of sums
+    wave_ns: float  # for another wave of blocks
+    row_ns: float  # for each of a block's rows of W
+    short_ring: int  # a ring of n bytes takes 1 + short_ring / n of the time
+
+
+# No single set of numbers chose well for all rows of x (docs/decisions/067).
+_OF_17_TO_64 = _Times(4200, 8500, 75, inf, 1000, 2500, 10, 8 << 10)
+_OF_OTHER_ROWS = _Times(inf, 9500, 75, 3800, 2000, 7500, 45, 12 << 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,7 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Ite
     if k % columns or n % 16:
         return
     row_tiles, rows = -(-rows // _TILE), min(rows, _TILE)
+    times = _OF_17_TO_64 if 16 < rows <= 64 else _OF_OTHER_ROWS
     for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, 16), (1, 2)):
         boxes = -(-block_n // _MOST_BOX_ROWS)
         steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n)
@@ -86,13 +101,14 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Ite
         moved = steps * stage  # by a block
         products = itemsize * steps * columns * rows * 64 * -(-block_n // 64)
         flow = max(
-            tiles * split * moved / _BYTES_PER_NS_L2,
-            in_turn * moved / _BYTES_PER_NS_SM,
-            in_turn * products / _PRODUCTS_PER_NS,
+            itemsize * n * k / times.memory,
+            tiles * split * moved / times.cache,
+            in_turn * moved / times.sm,
+            in_turn * products / times.products,
         )
         if stages < steps:
-            flow *= 1 + _SHORT_RING_BYTES / (stages * stage)
-        once = _EXCHANGE_NS * (split > 1) + _WAVE_NS * (waves - 1) + _ROW_NS * block_n
+            flow *= 1 + times.short_ring / (stages * stage)
+        once = times.exchange_ns * (split > 1) + times.wave_ns * (waves - 1) + times.row_ns * block_n
         yield flow + once, SkinnyShape(rows, split, block_n, stages, itemsize)
 
 
