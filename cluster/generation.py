@@ -23,8 +23,9 @@ _CONTEXT = 8192
 _STREAMS = 4
 
 # Measured on an H200 with models of 28 to 40 layers (loadtests/results/generate.md): for each layer, the time of a decode step in
-# which the GPU starts kernels or waits for their ends; and the host's time for each step, and for each stream of a step.
-_LAYER_S = 16e-6
+# which the GPU starts kernels or waits for their ends, with up to 16 streams and with more, for which a layer has more kernels; and
+# the host's time for each step, and for each stream of a step.
+_FEW_STREAMS, _LAYER_OF_FEW_S, _LAYER_S = 16, 12e-6, 16e-6
 _HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
 # The time of a hop between processes that each have a stage (loadtests/results/ring.md), without the time on the network.
 _HOP_S = 400e-6
@@ -201,7 +202,8 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     if not node.cards:
         return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s
     shorter, longer = sorted((read / speed.copy, multiplied_s))
-    return len(config.layers) * _LAYER_S + cached / speed.copy + longer + _NOT_HIDDEN * shorter
+    layer_s = _LAYER_OF_FEW_S if streams <= _FEW_STREAMS else _LAYER_S
+    return len(config.layers) * layer_s + cached / speed.copy + longer + _NOT_HIDDEN * shorter
 
 
 def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:
