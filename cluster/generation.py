@@ -22,9 +22,9 @@ from engine.run.stages import why_on_one_device
 _CONTEXT = 8192
 _STREAMS = 4
 
-# Measured on an H200 with models of 28 to 40 layers (loadtests/results/generate.md): for each layer, the time of a decode step in
-# which the GPU starts kernels or waits for their ends, with up to 16 streams and with more, for which a layer has more kernels; and
-# the host's time for each step, and for each stream of a step.
+# Measured on an H200 with models of 28 to 40 layers (loadtests/results/generate.md): for each layer, the time of a decode step
+# in which the GPU starts kernels or waits for their ends. With more than 16 streams a layer has more kernels. Then the host's
+# time for each step, and for each stream of a step.
 _FEW_STREAMS, _LAYER_OF_FEW_S, _LAYER_S = 16, 12e-6, 16e-6
 _HOST_S, _HOST_STREAM_S = 650e-6, 7e-6
 # The time of a hop between processes that each have a stage (loadtests/results/ring.md), without the time on the network.

@@ -24,7 +24,7 @@ MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
 _MOST_SHARED_BYTES = 226 << 10
 # A model of the time of a shape, fitted to an H200 (loadtests/kernels/few_rows.py): bytes per nanosecond from memory and into
-# one multiprocessor, and nanoseconds for a box and for a tile, by the number of blocks that divide K.
+# one multiprocessor, and nanoseconds for a box, and for a tile by the number of blocks that divide K.
 _BYTES_PER_NS, _BYTES_PER_NS_SM = 4800, 46
 _BOX_NS, _TURN_NS = 8, {1: 1000, 2: 700, 4: 700, 8: 500}
 # Graphics processing clusters. All blocks of a cluster run in one GPC. A GPC has an even number of multiprocessors. This number

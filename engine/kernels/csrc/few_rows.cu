@@ -19,19 +19,18 @@
 // this sum is added to the sums of the group. Then scales multiply the sums of the group, and mins multiply the sum of its x.
 //
 // Floor: the N * K values of W, read once.
-// Tried: W in 8 bits, with x in 8 bits or in bf16. gemm_skinny.cu is faster for all but one or two rows of the smallest matrices
-// (docs/decisions/055).
+// Tried: W in 8 bits, with x in 8 bits or in bf16. gemm_skinny.cu is faster, except for the smallest matrices (docs/decisions/067).
 // Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
 // of x as of W. It is slower than cuBLAS from K = 2,560 on.
 #if IN_CODES
-constexpr int COLUMNS = CHUNK;                          // columns of a box of W
+constexpr int COLUMNS = CHUNK;  // columns of a box of W
 constexpr u32 BOX_BYTES = BLOCK_N / 16 * RECORD;
 #else
 constexpr int COLUMNS = 64;
 constexpr u32 BOX_BYTES = BLOCK_N * 128;
 #endif
-constexpr int X_BOXES = COLUMNS / 64;                      // boxes of x with the columns of one box of W
-constexpr int STEPS = X_BOXES;                             // products along a warp's columns of a box
+constexpr int X_BOXES = COLUMNS / 64;  // boxes of x with the columns of one box of W
+constexpr int STEPS = X_BOXES;         // products along a warp's columns of a box
 constexpr int SLICE = K / SPLIT, CHUNKS = SLICE / COLUMNS;
 constexpr int WARPS = 8, MULTIPLIERS = 32 * WARPS;
 constexpr int TALL = (BLOCK_N / 16 + 1) / 2;  // 16-row tiles of W for each half of the warps; the second half may have one fewer
