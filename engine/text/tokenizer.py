@@ -121,19 +121,21 @@ class Tokenizer:
         self.max_input_length = max_input_length
         self.max_chars = max_input_length * _CHARS_PER_TOKEN
 
-    def encode(self, inputs: Sequence[Input], options: EncodeOptions) -> list[TokenIds]:
-        """Encode a request's inputs, in order. Texts get the prompt and special tokens. Ids are used unchanged.
+    def encode(self, inputs: Sequence[Input], options: EncodeOptions, first: int = 0) -> list[TokenIds]:
+        """Encode inputs of a request, in order. Texts get the prompt and special tokens. Ids are used unchanged.
 
+        Args:
+            first: the number of the first of these inputs in its request, for errors.
         Returns: one int32 array per input, at least one id each, at most `max_input_length`.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded. InvalidInput also for a
             text with a token that has no embedding.
         """
         prompt = self._prompt_text(options)
         _check_room(options, self.num_special)
-        texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs) if isinstance(text, str)]
+        texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs, first) if isinstance(text, str)]
         encoded = iter(self._with_specials(self._contents(texts), options))
         sequences = []
-        for index, item in enumerate(inputs):
+        for index, item in enumerate(inputs, first):
             ids = self._known(index, next(encoded)) if isinstance(item, str) else self._given_ids(index, item, options)
             sequences.append(self._without_padding(ids))
         return sequences

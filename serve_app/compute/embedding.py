@@ -1,6 +1,7 @@
 """Computes vectors of inputs: one for each input, one for each token, or sparse weights."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from serve_app.admission.request_state import RequestState
 from serve_app.compute.quantize import OutputDtype, check_dtype
 from serve_app.compute.service import Service
 from serve_app.models import ServedModel
+
+# A large request is tokenised in pieces of this many inputs. 256 texts of 100 tokens take about 10 ms.
+_PIECE = 256
 
 
 async def embed(
@@ -30,7 +34,9 @@ async def embed(
     service.metrics.tei.started(state.method, state.num_inputs)
     check_options(model, options, dtypes)
     num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(inputs)
-    return await service.compute(state, model, options, num_chars, model.tokenizer.encode, inputs, encoding)
+    firsts = range(0, len(inputs) or 1, _PIECE)
+    pieces = (partial(model.tokenizer.encode, inputs[first : first + _PIECE], encoding, first) for first in firsts)
+    return await service.compute(state, model, options, num_chars, pieces)
 
 
 async def embed_tokens(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ async def _classify(
     service.metrics.tei.started(state.method, state.num_inputs, "predict")
     options = EmbedOptions(normalize=False)
     try:
-        logits = (await service.compute(state, model, options, num_chars, encode, *args, task="predict")).vectors
+        logits = (await service.compute(state, model, options, num_chars, [partial(encode, *args)], "predict")).vectors
     except NotFinite:
         raise ScoreNotFinite from None
     assert logits is not None

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +37,8 @@ T = TypeVar("T")
 TOKENIZING_THREADS = 2
 # Up to this many characters are tokenised on the event loop, because a thread switch costs more (docs/decisions/004).
 _INLINE_CHARS = 2_000
+# A request with at most `_INLINE_CHARS` and an answer of up to this size is small. Larger answers are sent in parts.
+_SMALL_ANSWER_BYTES = 1 << 17
 # Arrays of up to this many numbers are processed on the event loop, in about a millisecond.
 _INLINE_NUMBERS = 1 << 17
 # The most bytes of token vectors in one response, as float32.
@@ -74,9 +76,9 @@ class Service:
         """The queue to which engines' threads pass their tokens. Its first use must be on the event loop."""
         return Delivery(asyncio.get_running_loop())
 
-    async def turn(self) -> None:
-        """Waits for the turn of a large body, or of a part of a large answer."""
-        await self._turns.turn()
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """A turn for a large body, for a piece of a large request's texts, or for a part of a large answer."""
+        return self._turns.turn()
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
         """The state of a request whose inputs are known now. Call it within `whole_request`. Raises: BadHeader."""
@@ -91,23 +93,25 @@ class Service:
         model: ServedModel,
         options: EmbedOptions,
         num_chars: int,
-        encode: Callable[..., list[TokenIds]],
-        *args: Any,
+        pieces: Iterable[Callable[[], list[TokenIds]]],
         task: Task = "embed",
     ) -> Embeddings:
-        """Tokenises `num_chars` characters with `encode(*args)`, and computes the result.
+        """Tokenises `num_chars` characters piece by piece, and computes the result.
 
         Raises: as the tokenizer and the engine; Overloaded if the answers in flight take too much memory, or for an API key
             without enough tokens left.
         """
         hold, width = _hold.get(), len(model.info.labels) or model.info.embedding_size
+        answer_bytes = _NUMBER_BYTES * width * state.num_inputs
         if hold is not None and options.pooled:
-            hold.expect(_NUMBER_BYTES * width * state.num_inputs)
-        with step("tokenise"):
-            sequences: list[TokenIds] = await self.off_loop(num_chars, encode, *args)
-        self.count_tokens(state, model, sequences)
-        _check_answer_size(options, state.num_tokens, model.info.embedding_size)
-        result = await model.embed(sequences, options, state.qos.after(state.tokenization_s))
+            hold.expect(answer_bytes)
+        is_small = num_chars <= _INLINE_CHARS and answer_bytes <= _SMALL_ANSWER_BYTES
+        with self._turns.small() if is_small else nullcontext():
+            with step("tokenise"):
+                sequences = [ids for piece in pieces for ids in await self._tokenised(num_chars, piece)]
+            self.count_tokens(state, model, sequences)
+            _check_answer_size(options, state.num_tokens, model.info.embedding_size)
+            result = await model.embed(sequences, options, state.qos.after(state.tokenization_s))
         self.count_results(state, [result], task)
         return result
 
@@ -145,6 +149,12 @@ class Service:
                 account.refused(None)
             return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")
         return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
+
+    async def _tokenised(self, num_chars: int, piece: Callable[[], list[TokenIds]]) -> list[TokenIds]:
+        if num_chars <= _INLINE_CHARS:
+            return piece()
+        async with self.turn():
+            return await self.in_thread(piece)
 
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """Calls `function(*args)`, on a thread if the number of characters would block the event loop."""

@@ -172,5 +172,5 @@ class _InParts(Response):
 
 async def _next(service: Service, parts: Iterator[bytes]) -> bytes:
     """The next part; b"" after the last one."""
-    await service.turn()
-    return next(parts, b"")
+    async with service.turn():
+        return next(parts, b"")

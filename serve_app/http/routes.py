@@ -153,8 +153,8 @@ async def _parsed(service: Service, parse: Callable[[bytes], T], content: bytes)
         return parse(content)
     if len(content) > SMALL_BYTES:
         return await asyncio.to_thread(parse, content)
-    await service.turn()
-    return parse(content)
+    async with service.turn():
+        return parse(content)
 
 
 @contextmanager

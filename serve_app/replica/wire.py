@@ -7,6 +7,7 @@ import pickle
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from contextvars import Context
 from hmac import compare_digest
 from typing import Any
@@ -137,15 +138,14 @@ class _Connection(FrameProtocol):
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
     async def _answer(self, number: int, payload: bytes) -> None:
-        is_large = len(payload) > _AT_ONCE_BYTES
+        turns, is_large = self._wires.turns, len(payload) > _AT_ONCE_BYTES
         try:
-            if is_large:
-                await self._wires.turns.turn()
-            parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
-            answers = await self._wires.answer(parcels)
-            if is_large:
-                await self._wires.turns.turn()
-            answered = pickle.dumps(answers, protocol=5)
+            async with turns.turn() if is_large else nullcontext():
+                parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
+            with nullcontext() if is_large else turns.small():
+                answers = await self._wires.answer(parcels)
+            async with turns.turn() if is_large else nullcontext():
+                answered = pickle.dumps(answers, protocol=5)
         except Exception as error:
             log.exception("a call failed")
             answered = pickle.dumps(BackendError(f"the replica failed: {error!r}"))

@@ -230,6 +230,16 @@ def test_prompts_on_native_and_openai_routes(post: Post, expected: Any, asked: d
     np.testing.assert_allclose(parameters, [first @ second], atol=1e-6)
 
 
+def test_a_large_request_is_tokenised_in_pieces(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.compute.embedding._PIECE", 2)
+    inputs = [f"number {index}" for index in range(5)]
+    vectors = post("/embed", {"inputs": inputs}).json()
+    np.testing.assert_allclose(vectors, [post("/embed", {"inputs": each}).json()[0] for each in inputs], atol=1e-6)
+    refused = post("/embed", {"inputs": [*inputs, "\0"]})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
+    assert "input 5 does" in refused.json()["error"]
+
+
 def test_prompts_that_cannot_be_are_refused(post: Post) -> None:
     both = post("/embed", {"inputs": "x", "prompt": "a", "prompt_name": "query"})
     assert (both.status_code, both.json()["error_type"]) == (422, "Validation")

@@ -32,6 +32,13 @@ def theirs(minilm: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(minilm)
 
 
+def test_an_error_names_the_input_of_the_request(ours: Tokenizer) -> None:
+    with pytest.raises(InvalidInput, match="input 257 does"):
+        ours.encode(["a", "\0"], EncodeOptions(), first=256)
+    with pytest.raises(InvalidInput, match="input 257 has token id"):
+        ours.encode(["a", [1 << 30]], EncodeOptions(), first=256)
+
+
 @pytest.mark.parametrize("direction", ["left", "right"])
 def test_ids_equal_those_of_transformers(ours: Tokenizer, theirs: Any, direction: str) -> None:
     theirs.truncation_side = direction

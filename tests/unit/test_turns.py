@@ -1,9 +1,11 @@
 """Turns of large work on the event loop."""
 
 import asyncio
-from itertools import pairwise
 
-from serve_app.compute.turns import _ROUNDS, Turns
+import pytest
+
+from serve_app.compute import turns as module
+from serve_app.compute.turns import Turns
 
 
 class Rounds:
@@ -26,8 +28,8 @@ async def rounds_of_turns(count: int, leaves: int | None = None) -> list[tuple[i
     turns, rounds, given = Turns(), Rounds(), list[tuple[int, int]]()
 
     async def work(caller: int) -> None:
-        await turns.turn()
-        given.append((caller, rounds.now))
+        async with turns.turn():
+            given.append((caller, rounds.now))
 
     tasks = [asyncio.create_task(work(caller)) for caller in range(count)]
     await asyncio.sleep(0)
@@ -38,29 +40,93 @@ async def rounds_of_turns(count: int, leaves: int | None = None) -> list[tuple[i
     return given
 
 
-def test_a_turn_comes_every_few_rounds_in_order_of_arrival() -> None:
+def test_turns_come_in_different_rounds_in_order_of_arrival() -> None:
     given = asyncio.run(rounds_of_turns(5))
     assert [caller for caller, _ in given] == [0, 1, 2, 3, 4]
-    gaps = [later - earlier for (_, earlier), (_, later) in pairwise(given)]
-    assert all(gap >= _ROUNDS for gap in gaps), gaps
+    assert len({each for _, each in given}) == 5, given
 
 
 def test_a_caller_that_leaves_uses_no_turn() -> None:
     given = asyncio.run(rounds_of_turns(4, leaves=1))
     assert [caller for caller, _ in given] == [0, 2, 3]
-    everyone = asyncio.run(rounds_of_turns(3))
-    assert given[-1][1] - given[0][1] == everyone[-1][1] - everyone[0][1]
 
 
-def test_without_others_the_turn_comes_at_once() -> None:
+def test_a_caller_that_leaves_with_its_turn_gives_the_turn_back() -> None:
     async def test() -> None:
-        turns, rounds = Turns(), Rounds()
-        for _ in range(2):
-            before = rounds.now
-            await turns.turn()
-            assert rounds.now == before
-            while rounds.now < before + 2 * _ROUNDS:
-                await asyncio.sleep(0)
-        rounds.stop()
+        turns = Turns()
+
+        async def work() -> None:
+            async with turns.turn():
+                await asyncio.sleep(60)
+
+        first, second = asyncio.create_task(work()), asyncio.create_task(work())
+        await asyncio.sleep(0)
+        first.cancel()
+        second.cancel()
+        async with asyncio.timeout(10), turns.turn():
+            pass
 
     asyncio.run(test())
+
+
+def test_one_caller_has_one_turn_in_a_round() -> None:
+    async def test() -> None:
+        turns, rounds, given = Turns(), Rounds(), list[int]()
+        for _ in range(4):
+            async with turns.turn():
+                given.append(rounds.now)
+        rounds.stop()
+        assert len(set(given)) == 4, given
+
+    asyncio.run(test())
+
+
+def test_a_turn_that_waits_for_a_thread_has_no_other_turn_beside_it() -> None:
+    async def test() -> None:
+        turns, running, most = Turns(), 0, 0
+
+        async def work() -> None:
+            nonlocal running, most
+            async with turns.turn():
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0)
+                running -= 1
+
+        await asyncio.gather(*(work() for _ in range(3)))
+        assert most == 1
+
+    asyncio.run(test())
+
+
+def test_large_work_rests_while_a_small_request_is_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REST", float("inf"))
+    monkeypatch.setattr(module, "_MOST_REST_S", 60.0)
+
+    async def test() -> None:
+        turns = Turns()
+        with turns.small():
+            async with turns.turn():
+                pass
+            second = asyncio.create_task(_one(turns))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not second.done()
+        await asyncio.wait_for(second, 10)  # no small request is left, so the rest is over
+
+    asyncio.run(test())
+
+
+def test_small_requests_put_large_work_off_for_a_limited_time() -> None:
+    async def test() -> None:
+        turns = Turns()
+        with turns.small():
+            for _ in range(3):
+                await asyncio.wait_for(_one(turns), 10)
+
+    asyncio.run(test())
+
+
+async def _one(turns: Turns) -> None:
+    async with turns.turn():
+        await asyncio.sleep(0)
