@@ -106,9 +106,9 @@ class Service:
         if hold is not None and options.pooled:
             hold.expect(answer_bytes)
         is_small = num_chars <= _INLINE_CHARS and answer_bytes <= _SMALL_ANSWER_BYTES
-        with self._turns.small() if is_small else nullcontext():
+        with self._turns.small if is_small else nullcontext():
             with step("tokenise"):
-                sequences = [ids for piece in pieces for ids in await self._tokenised(num_chars, piece)]
+                sequences = await self._tokenised(num_chars, pieces)
             self.count_tokens(state, model, sequences)
             _check_answer_size(options, state.num_tokens, model.info.embedding_size)
             result = await model.embed(sequences, options, state.qos.after(state.tokenization_s))
@@ -150,11 +150,14 @@ class Service:
             return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")
         return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
 
-    async def _tokenised(self, num_chars: int, piece: Callable[[], list[TokenIds]]) -> list[TokenIds]:
+    async def _tokenised(self, num_chars: int, pieces: Iterable[Callable[[], list[TokenIds]]]) -> list[TokenIds]:
         if num_chars <= _INLINE_CHARS:
-            return piece()
-        async with self.turn():
-            return await self.in_thread(piece)
+            return [ids for piece in pieces for ids in piece()]
+        sequences = []
+        for piece in pieces:
+            async with self.turn():
+                sequences += await self.in_thread(piece)
+        return sequences
 
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """Calls `function(*args)`, on a thread if the number of characters would block the event loop."""

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from time import perf_counter
 
 # While small requests are in progress, large work rests after each piece for this many times the piece's time, but not longer
@@ -19,22 +19,17 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._num_small = 0  # small requests in progress
+        self.small: AbstractContextManager[None] = _Small(self)  # within it a small request is in progress
+        self.num_small = 0  # small requests in progress
         self._is_taken = False
         self._rests_until = 0.0  # large work rests until then if there are small requests, by `perf_counter`
         self._waiting = deque[asyncio.Future[None]]()
         self._timer: asyncio.TimerHandle | None = None  # runs `_give` at the end of the rest
 
-    @contextmanager
-    def small(self) -> Iterator[None]:
-        """Counts a small request as in progress."""
-        self._num_small += 1
-        try:
-            yield
-        finally:
-            self._num_small -= 1
-            if not self._num_small and self._waiting:
-                asyncio.get_running_loop().call_soon(self._give)
+    def small_ended(self) -> None:
+        self.num_small -= 1
+        if not self.num_small and self._waiting:
+            asyncio.get_running_loop().call_soon(self._give)
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -63,7 +58,7 @@ class Turns:
             self._timer.cancel()
             self._timer = None
         while self._waiting and not self._is_taken:
-            rest_s = self._rests_until - perf_counter() if self._num_small else 0.0
+            rest_s = self._rests_until - perf_counter() if self.num_small else 0.0
             if rest_s > 0:
                 self._timer = asyncio.get_running_loop().call_later(rest_s, self._give)
                 return
@@ -71,3 +66,16 @@ class Turns:
             if not first.done():  # its caller still waits
                 first.set_result(None)
                 self._is_taken = True
+
+
+class _Small(AbstractContextManager[None]):
+    """Every small request enters it, so it makes no objects: a generator's context takes several microseconds."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns.num_small += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._turns.small_ended()

@@ -142,7 +142,7 @@ class _Connection(FrameProtocol):
         try:
             async with turns.turn() if is_large else nullcontext():
                 parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret
-            with nullcontext() if is_large else turns.small():
+            with nullcontext() if is_large else turns.small:
                 answers = await self._wires.answer(parcels)
             async with turns.turn() if is_large else nullcontext():
                 answered = pickle.dumps(answers, protocol=5)

@@ -105,7 +105,7 @@ def test_large_work_rests_while_a_small_request_is_in_progress(monkeypatch: pyte
 
     async def test() -> None:
         turns = Turns()
-        with turns.small():
+        with turns.small:
             async with turns.turn():
                 pass
             second = asyncio.create_task(_one(turns))
@@ -120,7 +120,7 @@ def test_large_work_rests_while_a_small_request_is_in_progress(monkeypatch: pyte
 def test_small_requests_put_large_work_off_for_a_limited_time() -> None:
     async def test() -> None:
         turns = Turns()
-        with turns.small():
+        with turns.small:
             for _ in range(3):
                 await asyncio.wait_for(_one(turns), 10)
 
