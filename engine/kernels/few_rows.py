@@ -104,8 +104,6 @@ def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) ->
         most, form = MOST_ROWS, weight.form
         if not _takes(form):
             return None
-    elif weight.dtype != torch.bfloat16:
-        return None
     if len(x) > most or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(form))

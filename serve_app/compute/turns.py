@@ -19,7 +19,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.small: AbstractContextManager[None] = _Small(self)  # within it a small request is in progress
+        self.small: AbstractContextManager[None] = _Small(self)  # the context of a small request that is in progress
         self.num_small = 0  # small requests in progress
         self._is_taken = False
         self._rests_until = 0.0  # large work rests until then if there are small requests, by `perf_counter`
@@ -33,7 +33,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Waits for a turn. It ends with the context."""
+        """Waits for a turn. The turn ends with the context."""
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append(waiting)
         self._give()
@@ -69,7 +69,7 @@ class Turns:
 
 
 class _Small(AbstractContextManager[None]):
-    """Every small request enters it, so it makes no objects: a generator's context takes several microseconds."""
+    """All small requests share this context. A generator's context for each request would take several microseconds."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
