@@ -1,22 +1,33 @@
 """x W^T on wgmma and TMA, fused with the operation that follows, for sm_90a."""
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.kernels.attention_hopper import FEATURES
-from engine.kernels.launch import Kernel, num_sms
+from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
 FollowedBy = Literal["nothing", "residual", "swiglu"]
 FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2}
 OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
-_BLOCK_M, _BLOCK_N, _CLUSTER, _STAGES = 128, 256, 2, 4  # as in csrc/gemm_hopper.cu
-SHARED_BYTES = _STAGES * (_BLOCK_M + _BLOCK_N) * WIDTH + 256
+_BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
+_SHARED_BYTES = 227 << 10  # the most of a block
 _THREADS = 384
-_ENOUGH = 0.75  # the least share of the waves' tiles that must hold results
+
+# The columns of a tile, and the nanoseconds of one step of K on all multiprocessors. A tile also takes _TILE_NS for its results.
+# These numbers and those below were fitted to an H200 (docs/decisions/069).
+_STEP_NS = {128: 370, 160: 484, 192: 573, 224: 667, 256: 755}
+_TILE_NS = 1300
+BLOCKS_N = tuple(_STEP_NS)
+# With more rows all tiles have about the same rate in a model's chain of products, and 256 columns have the best one.
+_MANY_ROWS, _MANY_ROWS_BLOCK_N = 1024, 256
+# cuBLAS's time: flops per nanosecond and multiprocessor, and a constant. A separate kernel for SwiGLU moves bytes per nanosecond.
+_CUBLAS_FLOPS, _CUBLAS_NS, _SWIGLU_BYTES = 5700, 3100, 2400
+# With up to this many rows cuBLAS's tiles often leave a part of the chip idle. Its rate is then about this number.
+_FEW_TILES_ROWS, _CUBLAS_FLOPS_OF_FEW_TILES = 512, 4850
 
 
 def gemm_hopper(
@@ -26,6 +37,7 @@ def gemm_hopper(
     residual: Tensor | None = None,
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
+    block_n: int = 256,
 ) -> Tensor:
     """Returns x W^T in 16 bits.
 
@@ -34,35 +46,74 @@ def gemm_hopper(
         followed_by: "residual" adds the result to `residual` [M, N] in place. "swiglu" takes a weight in which eight rows of gate
             alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
+        block_n: the columns of a tile, from `block_n_of`.
     Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits; `residual` itself if given.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     dtype = torch.bfloat16 if x.element_size() == 1 else x.dtype
     y = torch.empty(m, width, dtype=dtype, device=x.device) if residual is None else residual
-    kernel = _kernel(OPERANDS[x.dtype], followed_by, x.device)
-    grid = _CLUSTER * min(_tiles(m, n), num_sms(x.device) // _CLUSTER)
-    x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (_BLOCK_N // _CLUSTER,))
+    kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, x.device)
+    grid = _CLUSTER * min(_tiles(m, n, block_n), num_sms(x.device) // _CLUSTER)
+    x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (block_n // _CLUSTER,))
     kernel(grid, x_map, w_map, y, row_scale, column_scale, m, n, k, y.stride(0))
     return y
 
 
-def fills(m: int, n: int, sms: int) -> bool:
-    """Returns whether a result [m, n] keeps the chip busy. Tiles may exceed the result, and the last wave is rarely full."""
-    at_once = sms // _CLUSTER
-    waves = -(-_tiles(m, n) // at_once)
-    return m * n >= _ENOUGH * waves * at_once * _CLUSTER * _BLOCK_M * _BLOCK_N
+def block_n_of(x: Tensor, weight: Tensor, followed_by: FollowedBy) -> int | None:
+    """Returns the columns of a tile for x and weight in 16 bits. None if cuBLAS is faster, or for another chip."""
+    if not is_hopper(x.device):
+        return None
+    return best_block_n(len(x), len(weight), x.shape[1], followed_by, num_sms(x.device))
 
 
-def gemm_hopper_defines(operands: int, followed_by: FollowedBy) -> dict[str, int]:
-    return {"OPERANDS": operands, "FOLLOWED_BY": FOLLOWED_BY[followed_by], "HALF": int(operands == 1)}
+@lru_cache(4096)
+def best_block_n(m: int, n: int, k: int, followed_by: FollowedBy, sms: int) -> int | None:
+    """The same as `block_n_of`, by the shape [m, k] of x and [n, k] of weight."""
+    steps = -(-2 * k // WIDTH)
+
+    def waves_ns(block_n: int) -> float:
+        return -(-_tiles(m, n, block_n) // (sms // _CLUSTER)) * (steps * _STEP_NS[block_n] + _TILE_NS)
+
+    best = min(BLOCKS_N, key=waves_ns) if m <= _MANY_ROWS else _MANY_ROWS_BLOCK_N
+    flops = 2 * m * n * k
+    if followed_by == "swiglu":
+        cublas_ns = flops / (_CUBLAS_FLOPS * sms) + _CUBLAS_NS + 3 * m * n / _SWIGLU_BYTES
+    elif _FEW_TILES_ROWS // 2 < m <= _FEW_TILES_ROWS:
+        cublas_ns = flops / (_CUBLAS_FLOPS_OF_FEW_TILES * sms)
+    else:
+        return None
+    return best if waves_ns(best) < cublas_ns else None
 
 
-def _tiles(m: int, n: int) -> int:
+def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int) -> dict[str, int]:
+    return {
+        "OPERANDS": operands,
+        "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "BLOCK_N": block_n,
+        "STAGES": _stages(block_n),
+        "HALF": int(operands == 1),
+    }
+
+
+def gemm_hopper_shared_bytes(block_n: int) -> int:
+    return _stages(block_n) * _stage_bytes(block_n) + 256
+
+
+def _stages(block_n: int) -> int:
+    return (_SHARED_BYTES - 256) // _stage_bytes(block_n)
+
+
+def _stage_bytes(block_n: int) -> int:
+    return (_BLOCK_M + block_n) * WIDTH
+
+
+def _tiles(m: int, n: int, block_n: int) -> int:
     """Returns the number of a cluster's tiles."""
-    return -(-m // (_CLUSTER * _BLOCK_M)) * -(-n // _BLOCK_N)
+    return -(-m // (_CLUSTER * _BLOCK_M)) * -(-n // block_n)
 
 
 @cache
-def _kernel(operands: int, followed_by: FollowedBy, device: torch.device) -> Kernel:
-    return Kernel("gemm_hopper", "gemm", gemm_hopper_defines(operands, followed_by), device, _THREADS, SHARED_BYTES, FEATURES)
+def _kernel(operands: int, followed_by: FollowedBy, block_n: int, device: torch.device) -> Kernel:
+    defines = gemm_hopper_defines(operands, followed_by, block_n)
+    return Kernel("gemm_hopper", "gemm", defines, device, _THREADS, gemm_hopper_shared_bytes(block_n), FEATURES)

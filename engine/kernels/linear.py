@@ -3,9 +3,9 @@
 `linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except on Hopper:
 
 * `few_rows` for up to 16 rows and `gemm_skinny` for up to 64, because reading W takes most of the time.
-* `gemm_hopper` for SwiGLU after a product that is large enough to fill the chip.
+* `gemm_hopper` for SwiGLU, and up to 512 rows for other products, if its tiles fill the chip.
 
-docs/decisions/022, 063 and 067.
+docs/decisions/022, 063, 067 and 069.
 """
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.activation import swiglu
 from engine.kernels.few_rows import few_rows, few_rows_shape_of
-from engine.kernels.gemm_hopper import fills, gemm_hopper
+from engine.kernels.gemm_hopper import block_n_of, gemm_hopper
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
-from engine.kernels.launch import is_hopper, num_sms, runs_on
+from engine.kernels.launch import runs_on
 from engine.kernels.norm import rms_norm
 
 
@@ -29,6 +29,8 @@ def linear(x: Tensor, weight: Tensor, norm: Tensor | None = None, eps: float = 0
     x = _normalized(x, norm, eps)
     if (skinny := skinny_shape_of(x, weight)) is not None:
         return gemm_skinny(x, weight, skinny)
+    if (block_n := block_n_of(x, weight, "nothing")) is not None:
+        return gemm_hopper(x, weight, block_n=block_n)
     return torch.mm(x, weight.t())
 
 
@@ -39,6 +41,8 @@ def linear_add(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
             return few_rows(x, weight, shape, "residual", residual)
         if (skinny := skinny_shape_of(x, weight)) is not None:
             return gemm_skinny(x, weight, skinny, "residual", residual)
+        if (block_n := block_n_of(x, weight, "residual")) is not None:
+            return gemm_hopper(x, weight, "residual", residual, block_n=block_n)
     return residual.addmm_(x, weight.t())
 
 
@@ -57,8 +61,8 @@ def linear_swiglu(x: Tensor, gate_up: Tensor, norm: Tensor | None = None, eps: f
     x = _normalized(x, norm, eps)
     if (skinny := skinny_shape_of(x, gate_up)) is not None:
         return gemm_skinny(x, gate_up, skinny, "swiglu")
-    if is_hopper(x.device) and fills(len(x), len(gate_up), num_sms(x.device)):
-        return gemm_hopper(x, gate_up, "swiglu")
+    if (block_n := block_n_of(x, gate_up, "swiglu")) is not None:
+        return gemm_hopper(x, gate_up, "swiglu", block_n=block_n)
     return swiglu(torch.mm(x, gate_up.t()), interleaved=True)
 
 

@@ -17,7 +17,7 @@ from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import box_of, few_rows_defines, few_rows_shape
-from engine.kernels.gemm_hopper import FOLLOWED_BY, SHARED_BYTES, FollowedBy, gemm_hopper_defines
+from engine.kernels.gemm_hopper import BLOCKS_N, FOLLOWED_BY, FollowedBy, gemm_hopper_defines, gemm_hopper_shared_bytes
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
@@ -160,8 +160,10 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
-        yield from (_gemm_hopper(operands, "swiglu") for operands in (0, 1))
-        yield from (_gemm_hopper(3, followed_by) for followed_by in FOLLOWED_BY)
+        for block_n in BLOCKS_N:
+            yield from (_gemm_hopper(0, followed_by, block_n) for followed_by in FOLLOWED_BY)
+        yield _gemm_hopper(1, "swiglu", max(BLOCKS_N))
+        yield from (_gemm_hopper(3, followed_by, max(BLOCKS_N)) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
@@ -266,9 +268,10 @@ def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool 
     return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim))
 
 
-def _gemm_hopper(operands: int, followed_by: FollowedBy) -> Variant:
-    label = f"followed by {followed_by}"
-    return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by), SHARED_BYTES, FEATURES)
+def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int) -> Variant:
+    label = f"followed by {followed_by}, tiles of {block_n} columns"
+    shared = gemm_hopper_shared_bytes(block_n)
+    return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by, block_n), shared, FEATURES)
 
 
 def _quantize(

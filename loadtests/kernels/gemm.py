@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
+from engine.kernels.gemm_hopper import BLOCKS_N, FollowedBy, best_block_n, gemm_hopper
+from engine.kernels.launch import num_sms
 from engine.kernels.quantize import quantize
 from engine.measure.timing import gemm_rate, seconds_of
 from loadtests.report import write
@@ -26,8 +27,17 @@ def layers(hidden: int, mixed: int, wide: int, qkv: int) -> list[tuple[str, int,
     ]
 
 
-LAYERS = {"0.6B": layers(1024, 2048, 3072, 4096), "4B": layers(2560, 4096, 9728, 6144), "8B": layers(4096, 4096, 12288, 6144)}
-TOKENS = (1024, 4096, 16384)
+LAYERS = {
+    "0.6B": layers(1024, 2048, 3072, 4096),
+    "4B": layers(2560, 4096, 9728, 6144),
+    "8B": layers(4096, 4096, 12288, 6144),
+    "14B": layers(5120, 5120, 17408, 7168),
+}
+TOKENS = {
+    torch.bfloat16: (256, 512, 1024, 4096, 16384),
+    torch.float8_e4m3fn: (1024, 4096, 16384),
+    torch.int8: (1024, 4096, 16384),
+}
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -63,24 +73,29 @@ def cublas(
 
 
 def ours(
-    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: FollowedBy, y: Tensor
+    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None, follows: FollowedBy, y: Tensor, block_n: int
 ) -> Callable[[int], Any]:
     """Our kernel. With random values the order of the gate's and up's rows in `w` does not matter."""
     residual = y if follows == "residual" else None
     if follows == "swiglu" and x_scale is not None:
         return lambda _: quantize(gemm_hopper(x, w, follows, None, x_scale, w_scale), x.dtype)
-    return lambda _: gemm_hopper(x, w, follows, residual, x_scale, w_scale)
+    return lambda _: gemm_hopper(x, w, follows, residual, x_scale, w_scale, block_n)
 
 
 def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for model, its in LAYERS.items():
-        for m in TOKENS:
-            layer = {"cuBLAS": 0.0, "ours": 0.0}
+        for m in TOKENS[dtype]:
+            layer = {"cuBLAS": 0.0, "used": 0.0}
             for name, n, k, follows in its:
                 given = operands(m, n, k, dtype)
                 y = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
                 alone, theirs = seconds_of(cublas(*given, "nothing", y)), seconds_of(cublas(*given, follows, y))
-                mine = seconds_of(ours(*given, follows, y))
+                in_16_bits = dtype == torch.bfloat16
+                mine = {
+                    each: seconds_of(ours(*given, follows, y, each)) for each in (BLOCKS_N if in_16_bits else (max(BLOCKS_N),))
+                }
+                chosen = best_block_n(m, n, k, follows, num_sms(given[0].device)) if in_16_bits else None
+                fastest = min(mine, key=mine.__getitem__)
                 flops = 2 * m * n * k / 1e12
                 yield {
                     "model": model,
@@ -89,11 +104,13 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
                     "followed by": follows,
                     "cuBLAS alone": flops / alone,
                     "cuBLAS and what follows": flops / theirs,
-                    "ours": flops / mine,
-                    "ours / cuBLAS": theirs / mine,
+                    "ours": flops / mine[fastest],
+                    "ours / cuBLAS": theirs / mine[fastest],
+                    "columns of a tile": fastest,
+                    "the engine's choice": chosen or "cuBLAS",
                 }
                 layer["cuBLAS"] += theirs
-                layer["ours"] += mine
+                layer["used"] += mine[chosen] if chosen else theirs
             print(model, m, {who: f"{1e6 * seconds:.0f} us a layer" for who, seconds in layer.items()}, flush=True)
 
 
@@ -107,6 +124,7 @@ def main() -> None:
         f"torch.mm of 8192 x 8192 bf16 matrices: {gemm / 1e12:,.0f}",
         "what follows, beside cuBLAS: the sum that its accumulator begins with, and our SwiGLU kernel; in e4m3 torch's addition, "
         "and our kernel that takes SwiGLU and its result to 8 bits; beside ours the one that takes the result there",
+        "bf16: ours with the fastest of all widths of a tile; the engine's choice is by a formula (docs/decisions/069)",
         "int8: cuBLAS gives whole numbers, without scales or what follows",
     ]
     write("kernels_gemm", "python -m loadtests.kernels.gemm", tables, notes)

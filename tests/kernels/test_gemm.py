@@ -7,7 +7,7 @@ from helpers import DEVICE, HOPPER_ONLY, InEightBits, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
+from engine.kernels.gemm_hopper import BLOCKS_N, FollowedBy, gemm_hopper
 from engine.kernels.linear import interleaved
 
 pytestmark = HOPPER_ONLY
@@ -16,6 +16,7 @@ SHAPES = [(1, 256, 64), (128, 256, 64), (129, 264, 72), (256, 512, 128), (1000, 
 
 shapes = pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+tiles = pytest.mark.parametrize("block_n", BLOCKS_N)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -23,32 +24,35 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @halves
+@tiles
 @shapes
-def test_product(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_product(m: int, n: int, k: int, block_n: int, dtype: torch.dtype) -> None:
     x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype)
     with poisoned():
-        y = gemm_hopper(x, w)
+        y = gemm_hopper(x, w, block_n=block_n)
     assert_as_close_as_torch(y, F.linear(x, w), F.linear(x.double(), w.double()))
 
 
 @halves
+@tiles
 @shapes
-def test_residual(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_residual(m: int, n: int, k: int, block_n: int, dtype: torch.dtype) -> None:
     x, w, residual = random(m, k, dtype=dtype), random(n, k, dtype=dtype), random(m, n, dtype=dtype)
     exact = residual.double() + F.linear(x.double(), w.double())
     low = residual.clone().addmm_(x, w.t())
-    y = gemm_hopper(x, w, "residual", residual)
+    y = gemm_hopper(x, w, "residual", residual, block_n=block_n)
     assert y is residual
     assert_as_close_as_torch(y, low, exact)
 
 
 @halves
+@tiles
 @shapes
-def test_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+def test_swiglu(m: int, n: int, k: int, block_n: int, dtype: torch.dtype) -> None:
     n = n // 16 * 16
     x, w = random(m, k, dtype=dtype), random(n, k, dtype=dtype) / k**0.5
     with poisoned():
-        y = gemm_hopper(x, interleaved(w), "swiglu")
+        y = gemm_hopper(x, interleaved(w), "swiglu", block_n=block_n)
 
     def reference(x: Tensor, w: Tensor) -> Tensor:
         gate, up = F.linear(x, w).chunk(2, dim=1)

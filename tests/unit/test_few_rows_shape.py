@@ -5,7 +5,6 @@ import torch
 
 from engine.kernels import few_rows
 from engine.kernels.few_rows import MOST_ROWS, MOST_SENT, few_rows_shape, few_rows_shapes, padded
-from engine.kernels.gemm_hopper import fills
 
 SMS = 132
 SHARED_BYTES = 227 << 10  # shared memory of a block on sm_90
@@ -73,11 +72,3 @@ def test_other_rows_take_another_kernel(m: int, dtype: torch.dtype, takes: bool,
 @pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024), (16, 1024)])
 def test_what_cannot_be_cut_is_none(n: int, k: int) -> None:
     assert few_rows_shape(n, k, 16, True, SMS) is None
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "filled"),
-    [(256, 6144, False), (1024, 6144, False), (2048, 6144, True), (1024, 24576, True), (700, 1024, False), (64, 51200, False)],
-)
-def test_a_large_product_fills_the_chip(m: int, n: int, filled: bool) -> None:
-    assert fills(m, n, SMS) == filled

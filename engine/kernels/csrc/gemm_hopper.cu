@@ -2,6 +2,7 @@
 //   x: tensor map of [M, K], BLOCK_M rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N / 2 rows and 128 bytes a box.
 //   OPERANDS: 0 bf16, 1 fp16, 2 e4m3, 3 int8. e4m3 and int8 have row_scale float [M] and column_scale float [N]: row i of x has
 //   been divided by row_scale[i], row j of W by column_scale[j].
+//   BLOCK_N: columns of a tile: 128, 160, 192, 224 or 256. STAGES: steps in flight.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W, so that one thread holds both values of a result.
 //
@@ -13,10 +14,14 @@
 // The tiles are computed in bands of GROUP_M clusters, column by column. So the tiles in work at one time form about a square of
 // the result, and their operands stay in L2.
 //
+// A tile's time is nearly in proportion to its columns. So the launcher chooses the columns with which the last wave of tiles is
+// full (docs/decisions/069).
+//
 // Floor: 2 M N K flops at the wgmma rate of the operands, or (M K + N K + M N) bytes moved.
-// Tried: tiles of 128 columns. Half as fast, because shared memory fills no faster.
+// Tried: clusters of four blocks. They fill 120 of 132 multiprocessors, and are seldom faster.
+// Tried: filling the ring with W before the previous kernel has ended. Slower for most shapes.
 // Tried: releasing a stage with cluster scope. A quarter slower, because it waits for all of memory.
-constexpr int BLOCK_M = 128, BLOCK_N = 256, CLUSTER = 2, STAGES = 4, GROUP_M = 8;
+constexpr int BLOCK_M = 128, CLUSTER = 2, GROUP_M = 8;
 constexpr int K_BYTES = 128;  // of each row, in one step
 constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
 constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
@@ -37,18 +42,35 @@ __device__ __forceinline__ void fetch_for_both(u32 shared, const TensorMap& map,
 
 // ---- wgmma ----
 
-#define REGS_128                                                                                                           \
-    REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                           \
-            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                             \
-            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "                 \
-            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define REGS_80 REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define REGS_96 REGS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define REGS_112 REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define REGS_128 REGS_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define OUT_80(x) OUT_64(x, 0), OUT_16(x, 64)
+#define OUT_96(x) OUT_80(x), OUT_16(x, 80)
+#define OUT_112(x) OUT_96(x), OUT_16(x, 96)
+#define OUT_128(x) OUT_112(x), OUT_16(x, 112)
 
-// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
-__device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 a, u64 b, int accumulate) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256" KIND " {" REGS_128
-                 "}, %128, %129, p" TAIL ";}"
-                 : OUT_64(x, 0), OUT_64(x, 64)
-                 : "l"(a), "l"(b), "r"(accumulate));
+// wgmma for tiles of `columns` columns. `a`, `b` and `add` are the names of the operands that follow the sums.
+#define PRODUCT(columns, sums, a, b, add, out)                                                                          \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" columns KIND " {" sums   \
+                 "}, " a ", " b ", p" TAIL ";}"                                                                          \
+                 : out                                                                                                   \
+                 : "l"(x_rows), "l"(w_rows), "r"(accumulate))
+
+// x += A B^T for the rows of x and W at these descriptors. If `accumulate` is 0, the old value of x is ignored.
+__device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 x_rows, u64 w_rows, int accumulate) {
+#if BLOCK_N == 128
+    PRODUCT("128", REGS_64, "%64", "%65", "%66", OUT_64(x, 0));
+#elif BLOCK_N == 160
+    PRODUCT("160", REGS_80, "%80", "%81", "%82", OUT_80(x));
+#elif BLOCK_N == 192
+    PRODUCT("192", REGS_96, "%96", "%97", "%98", OUT_96(x));
+#elif BLOCK_N == 224
+    PRODUCT("224", REGS_112, "%112", "%113", "%114", OUT_112(x));
+#elif BLOCK_N == 256
+    PRODUCT("256", REGS_128, "%128", "%129", "%130", OUT_128(x));
+#endif
 }
 
 // ---- the two roles ----
@@ -93,9 +115,9 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
         u16* to = y + r * y_stride + (FOLLOWED_BY == 2 ? column / 2 : column);
         constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 16 : BLOCK_N / 8;  // chunks of eight results
         auto is_there = [&](int chunk) {
-            return r < m && (FOLLOWED_BY == 2 ? column / 2 + 8 * chunk < n / 2 : column + 8 * chunk < n);
+            return r < m && chunk < WIDE && (FOLLOWED_BY == 2 ? column / 2 + 8 * chunk < n / 2 : column + 8 * chunk < n);
         };
-        constexpr int AHEAD = OPERANDS >= 2 ? WIDE / 4 : WIDE;  // chunks of y to load at a time, for FOLLOWED_BY 1
+        constexpr int AHEAD = OPERANDS >= 2 ? 8 : WIDE;  // chunks of y to load at a time, for FOLLOWED_BY 1
 #pragma unroll
         for (int first = 0; first < WIDE; first += AHEAD) {
             Vec8 before[FOLLOWED_BY == 1 ? AHEAD / 4 : 1] = {};
@@ -112,7 +134,7 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
                     transpose(out.word, lane);
                 }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
+                for (int i = 0; i < 4 && c + i < WIDE; ++i) {
                     const float2 x = pair(FOLLOWED_BY == 2 ? 2 * (c + i) : c + i);
                     if (FOLLOWED_BY == 2) {
                         const float2 up = pair(2 * (c + i) + 1);
@@ -160,8 +182,9 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u
                 const int2 at = tiles.at(index);
                 const int row = at.x + rank * BLOCK_M;
                 if (FOLLOWED_BY == 1) {  // prefetch this tile of y into L2 while the product runs
-                    for (int i = threadIdx.x; i < BLOCK_M * (BLOCK_N / 64); i += 32) {
-                        const int r = row + i / (BLOCK_N / 64), column = at.y + i % (BLOCK_N / 64) * 64;
+                    constexpr int LINES = (BLOCK_N + 63) / 64;  // of 128 bytes, in a row of the tile
+                    for (int i = threadIdx.x; i < BLOCK_M * LINES; i += 32) {
+                        const int r = row + i / LINES, column = at.y + i % LINES * 64;
                         if (r < m && column < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(y + r * y_stride + column));
                     }
                 }
