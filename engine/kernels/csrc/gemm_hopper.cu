@@ -19,7 +19,7 @@
 //
 // Floor: 2 M N K flops at the wgmma rate of the operands, or (M K + N K + M N) bytes moved.
 // Tried: clusters of four blocks. They fill 120 of 132 multiprocessors, and are seldom faster.
-// Tried: filling the ring with W before the previous kernel has ended. Slower for most shapes.
+// Tried: filling the ring with W before the previous kernel has ended. From 8 % faster to 25 % slower.
 // Tried: releasing a stage with cluster scope. A quarter slower, because it waits for all of memory.
 constexpr int BLOCK_M = 128, CLUSTER = 2, GROUP_M = 8;
 constexpr int K_BYTES = 128;  // of each row, in one step
