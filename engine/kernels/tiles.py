@@ -1,8 +1,9 @@
 """Tiles: the query tokens that one block of an attention kernel computes."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -145,16 +146,17 @@ def attention_tiles(
     Returns: [n, 2], the first token of each tile and one past the last; with prefixes [n, 4], followed by the prefix's rows.
     """
     tiles: list[tuple[int, ...]] = []  # an upper bound on the keys, the sequence's first token, then the row to return
-    start = 0
-    for length, prefix in zip(lengths, prefixes or repeat(()), strict=False):
-        end = start + length
-        if tiles and end - tiles[-1][2] <= depth and tiles[-1][4:] == prefix:
-            keys, tile_start, first, *_ = tiles[-1]
-            tiles[-1] = (keys + length, tile_start, first, end, *prefix)
-        else:
-            keys = length + (prefix[1] - prefix[0] if prefix else 0)
+    bounds, index = list(accumulate(lengths, initial=0)), 0
+    runs: list[tuple[tuple[int, ...], int]] = [(prefix, sum(1 for _ in alike)) for prefix, alike in groupby(prefixes)]
+    for prefix, count in runs or [((), len(lengths))]:
+        stop = index + count
+        while index < stop:  # by tile, because dozens of short sequences share one
+            start, end = bounds[index], bounds[index + 1]
+            keys = end - start + (prefix[1] - prefix[0] if prefix else 0)
             tiles += [(keys, start, first, min(first + depth, end), *prefix) for first in range(start, end, depth)]
-        start = end
+            first = tiles[-1][2]
+            index = bisect_right(bounds, first + depth, lo=index + 1, hi=stop + 1) - 1
+            tiles[-1] = (keys + bounds[index] - end, start, first, bounds[index], *prefix)
     # A sequence's tiles stay together, because they read the same keys, which are still in the L2 cache.
     tiles.sort(key=lambda tile: (-tile[0], tile[1], -tile[2] if causal else 0))
     return np.array([tile[2:] for tile in tiles], dtype=np.int32)
