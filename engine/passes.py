@@ -198,8 +198,7 @@ class Passes:
                 )  # fmt: skip
                 if step.together is not None:
                     slices = [*self._taken_apart(step.together), *slices[1:]]
-                middle = len(slices) // 2
-                waiting += [slices[middle:], slices[:middle]]
+                waiting += reversed(_halves(slices))
                 self._observe(self._on_split)
                 return None
             self.failed(slices, error)
@@ -305,7 +304,9 @@ class Passes:
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Fail the requests of these slices. After DeviceLost no pass can succeed, and `device_lost` is True."""
-        log.error("a batch of %d sequences failed", len(slices), exc_info=error, extra={"tags": _tags(slices)})
+        log.error(
+            "a batch of %d sequences failed", sum(part.num_seqs for part in slices), exc_info=error, extra={"tags": _tags(slices)}
+        )
         if isinstance(error, DeviceLost):
             self.device_lost = True
         told = error if isinstance(error, BackendError | EngineStopped) else BackendError(str(error) or repr(error))
@@ -319,6 +320,14 @@ class Passes:
             observer(*event)
         except Exception:
             log.exception("an observer of passes failed")
+
+
+def _halves(slices: list[Slice]) -> tuple[list[Slice], list[Slice]]:
+    """The first and the second half of several slices, or of a slice of several sequences."""
+    if len(slices) == 1:
+        first, second = slices[0].halves()
+        return [first], [second]
+    return slices[: len(slices) // 2], slices[len(slices) // 2 :]
 
 
 def _tags(slices: Sequence[Slice]) -> list[RequestTag]:

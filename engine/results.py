@@ -50,31 +50,29 @@ def deliver(step: Step, output: Output, finite: NDArray[np.bool_], seconds: floa
     again: list[Slice] = []
     if not step.slices:
         return again
-    if len(step.slices) == 1 and not output.ragged and finite[0]:  # the fastest way for a query, without grouping
-        (part,) = step.slices
-        part.request.num_passes += 1
-        _hand_over(part.request, part.sequence, 1, _rows(step, output, part.request, 0, 1), [], seconds)
-        return again
     arrays, finite = _arrays(step, output, finite)
     counted: set[Request] = set()
-    for first, stop in _runs(step.slices, finite):
-        part = step.slices[first]
+    for part, first, stop in _runs(step.slices):
         request = part.request
         if request not in counted:
             counted.add(request)
             request.num_passes += 1
-        if finite[first]:
-            vectors = _rows(step, output, request, first, stop)
-            _hand_over(request, part.sequence, stop - first, vectors, arrays[first:stop], seconds)
-        elif len(step.sequences) == 1 or step.pieces:
-            request.fail(NotFinite())
-        else:
-            again.append(part)
+        if np.count_nonzero(finite[first:stop]) == stop - first:  # a tenth of the time of `all`
+            _hand_over(step, output, part, first, stop, arrays, seconds)
+            continue
+        for sequence, row in enumerate(range(first, stop), part.sequence):
+            alone = request.whole(sequence, sequence + 1)
+            if finite[row]:
+                _hand_over(step, output, alone, row, row + 1, arrays, seconds)
+            elif len(step.sequences) == 1 or step.pieces:
+                request.fail(NotFinite())
+            else:
+                again.append(alone)
     return again
 
 
 def _arrays(step: Step, output: Output, finite: NDArray[np.bool_]) -> tuple[list[_Arrays], NDArray[np.bool_]]:
-    """For each slice: the arrays that its request asks for, and whether all values of the slice are finite.
+    """For each sequence: the arrays that its request asks for, and whether all values of the sequence are finite.
 
     The first list is empty if the pass has no such arrays.
     """
@@ -87,22 +85,15 @@ def _arrays(step: Step, output: Output, finite: NDArray[np.bool_]) -> tuple[list
     return [given[row] for row in step.rows] if given else given, finite[step.rows]
 
 
-def _runs(slices: list[Slice], finite: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """[first, stop) of consecutive slices of one request. A slice that is not finite is a separate run."""
-    first, request, was_finite = 0, slices[0].request, True
-    for row, (part, is_finite) in enumerate(zip(slices, finite.tolist(), strict=True)):
-        if (part.request is not request or not (is_finite and was_finite)) and row > first:
-            yield first, row
-            first = row
-        request, was_finite = part.request, is_finite
-    yield first, len(slices)
-
-
-def _rows(step: Step, output: Output, request: Request, first: int, stop: int) -> Vectors | None:
-    if not request.options.pooled:
-        return None
-    rows = slice(first, stop) if step.rows is None else step.rows[first:stop]
-    return output.vectors[rows, : request.options.dimensions]
+def _runs(slices: list[Slice]) -> Iterator[tuple[Slice, int, int]]:
+    """The first of consecutive slices of one request, and the rows [first, stop) of their sequences in the pass."""
+    start, first, stop = slices[0], 0, 0
+    for part in slices:
+        if part.request is not start.request:
+            yield start, first, stop
+            start, first = part, stop
+        stop += part.num_seqs
+    yield start, first, stop
 
 
 def _own(array: NDArray[Any]) -> NDArray[Any]:
@@ -113,20 +104,35 @@ def _own(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array)
 
 
+def _copy(vectors: Vectors, rows: slice | NDArray[np.intp], target: Vectors) -> None:
+    if isinstance(rows, slice) or not vectors.flags.c_contiguous:
+        target[:] = vectors[rows]
+    else:  # twice as fast, because the line above makes a copy first
+        np.take(vectors, rows, axis=0, out=target, mode="clip")
+
+
 def _is_finite(array: NDArray[Any]) -> bool:
     return bool(np.isfinite(array["value"] if array.dtype.names else array).all())
 
 
-def _hand_over(request: Request, first: int, count: int, vectors: Vectors | None, arrays: list[_Arrays], seconds: float) -> None:
-    """Gives a request the results of `count` sequences from `first` on. `arrays` is empty if the pass has none."""
-    if vectors is not None and count == len(request.sequences):
-        request.vectors = _own(vectors)
-    elif vectors is not None:
-        if request.vectors is None:
-            request.vectors = np.empty((len(request.sequences), vectors.shape[1]), dtype=vectors.dtype)
-        request.vectors[first : first + count] = vectors
+def _hand_over(step: Step, output: Output, part: Slice, start: int, stop: int, arrays: list[_Arrays], seconds: float) -> None:
+    """Gives a request its results in the rows [start, stop) of a pass. The first one is for the first sequence of `part`.
+
+    `arrays` is empty if the pass has none.
+    """
+    request: Request = part.request
+    first, count = part.sequence, stop - start
+    if request.options.pooled:
+        rows = slice(start, stop) if step.rows is None else step.rows[start:stop]
+        if count == len(request.sequences):
+            request.vectors = _own(output.vectors[rows, : request.options.dimensions])
+        else:
+            vectors = output.vectors[:, : request.options.dimensions]
+            if request.vectors is None:
+                request.vectors = np.empty((len(request.sequences), vectors.shape[1]), dtype=vectors.dtype)
+            _copy(vectors, rows, request.vectors[first : first + count])
     if arrays:
-        request.arrays[first] = [{name: _own(each) for name, each in of_one.items()} for of_one in arrays]
+        request.arrays[first] = [{name: _own(each) for name, each in of_one.items()} for of_one in arrays[start:stop]]
     request.num_done += count
     request.inference_s += seconds
     if request.num_done == len(request.sequences):

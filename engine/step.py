@@ -1,13 +1,18 @@
-"""One forward pass: its slices, its different sequences, and the row of each slice among the sequences."""
+"""One forward pass: its slices, its different sequences, and the row of each sequence of the slices among them."""
 
+from collections.abc import Hashable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.model.config import OutputName
-from engine.options import EmbedOptions, TokenIds
+from engine.options import EmbedOptions
 from engine.schedule.cohort import CohortPass
 from engine.schedule.piece import Piece
 from engine.schedule.request import Slice
+from engine.sequences import Sequences
 
 
 class Step(NamedTuple):
@@ -20,9 +25,9 @@ class Step(NamedTuple):
     pieces: list[Piece]  # for each of `parts`; none if the model does not generate
     parts: list[Slice]
     slices: list[Slice]  # those that get a vector
-    sequences: list[TokenIds]
+    sequences: Sequences
     options: list[EmbedOptions]  # of each sequence
-    rows: list[int] | None  # for each of `slices` its row in `sequences`; None if all differ
+    rows: NDArray[np.intp] | None  # for each sequence of `slices` its row in `sequences`; None if all differ
     num_tokens: int
     started_at: float
     together: CohortPass | None = None  # further tokens, of the streams of a cohort
@@ -44,15 +49,13 @@ class Step(NamedTuple):
                 pieces.append(piece)
                 if piece.pooled is not None:
                     slices.append(part)
-        sequences, options, rows = _without_duplicates(
-            [part.request.sequences[part.sequence] for part in slices], [part.request.options for part in slices]
-        )
+        sequences, options, rows = _without_duplicates(slices)
         if rows is not None and pieces:
             firsts = {row: part for part, row in reversed(list(zip(slices, rows, strict=True)))}
             copies = set(slices) - set(firsts.values())
             pieces = [piece for part, piece in zip(parts, pieces, strict=True) if part not in copies]
             parts = [part for part in parts if part not in copies]
-        num_tokens = sum(len(piece.token_ids) for piece in pieces) if pieces else sum(map(len, sequences))
+        num_tokens = sum(len(piece.token_ids) for piece in pieces) if pieces else sequences.num_tokens
         num_tokens += 0 if together is None else len(together)
         return cls(taken, pieces, parts, slices, sequences, options, rows, num_tokens, now, together)
 
@@ -63,11 +66,11 @@ class Step(NamedTuple):
     @property
     def outputs(self) -> tuple[OutputName, ...]:
         """All outputs besides vectors that any of the requests asks for."""
-        return tuple(sorted({name for options in self.options for name in options.outputs}))
+        return tuple(sorted({name for part in self.slices for name in part.request.options.outputs}))
 
     @property
     def num_duplicates(self) -> int:
-        return len(self.slices) - len(self.sequences)
+        return 0 if self.rows is None else len(self.rows) - len(self.sequences)
 
     @property
     def num_proposed(self) -> int:
@@ -75,25 +78,27 @@ class Step(NamedTuple):
         return sum(piece.is_proposed for piece in self.pieces)
 
 
-def _without_duplicates(
-    sequences: list[TokenIds], options: list[EmbedOptions]
-) -> tuple[list[TokenIds], list[EmbedOptions], list[int] | None]:
-    """Each different (sequence, options) once, and the row among them of each given sequence. The rows are None if all differ.
+def _without_duplicates(slices: list[Slice]) -> tuple[Sequences, list[EmbedOptions], NDArray[np.intp] | None]:
+    """Each different (sequence, options) of the slices once, and the row among them of each sequence. The rows are None if all
+    differ.
 
-    Takes 0.06 ms for 1,000 different sequences of 16 tokens, and 8 us for one sequence of 8,192 tokens.
+    Takes 0.2 us for a sequence of 3 tokens, and 8 us for one sequence of 8,192 tokens.
     """
-    if len(sequences) < 2 or len({ids.tobytes() for ids in sequences}) == len(sequences):
+    sequences = Sequences.joined([part.request.packed.part(part.sequence, part.sequence + part.num_seqs) for part in slices])
+    options = [each for part in slices for each in [part.request.options] * part.num_seqs]
+    if len(sequences) < 2:
         return sequences, options, None
-    # Equal options have one number. Most sequences of a pass share one object, and its hash takes longer than its id.
-    numbers: dict[EmbedOptions, int] = {}
-    number_of = {key: numbers.setdefault(each, len(numbers)) for key, each in {id(each): each for each in options}.items()}
-    row_of: dict[tuple[bytes, int], int] = {}
-    kept: list[int] = []
-    rows: list[int] = []
-    for index, (ids, each) in enumerate(zip(sequences, options, strict=True)):
-        rows.append(row_of.setdefault((ids.tobytes(), number_of[id(each)]), len(kept)))
-        if rows[-1] == len(kept):
-            kept.append(index)
-    if len(kept) == len(sequences):
+    keys: Sequence[Hashable] = sequences.as_bytes()
+    if len(set(keys)) == len(keys):
         return sequences, options, None
-    return [sequences[index] for index in kept], [options[index] for index in kept], rows
+    if any(part.request.options is not options[0] for part in slices):
+        # Equal options have one number. Most sequences of a pass share one object, and its hash takes longer than its id.
+        numbers: dict[EmbedOptions, int] = {}
+        number_of = {key: numbers.setdefault(each, len(numbers)) for key, each in {id(each): each for each in options}.items()}
+        keys = [(key, number_of[id(each)]) for key, each in zip(keys, options, strict=True)]
+    row_of: dict[Hashable, int] = {}
+    rows = np.array([row_of.setdefault(key, len(row_of)) for key in keys], dtype=np.intp)
+    if len(row_of) == len(keys):
+        return sequences, options, None
+    firsts = np.unique(rows, return_index=True)[1]
+    return sequences.chosen(firsts), [options[index] for index in firsts.tolist()], rows

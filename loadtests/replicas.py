@@ -22,7 +22,7 @@ class CutByServeBatch(ModelServer):
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
     async def _collect(self, jobs: list[Request]) -> list[None]:
-        slices = [Slice(job, row, 0, len(ids)) for job in jobs for row, ids in enumerate(job.sequences)]
+        slices = [job.take_all() for job in jobs]
         await asyncio.to_thread(self._run, slices)
         return [None] * len(jobs)
 

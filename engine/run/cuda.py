@@ -121,7 +121,7 @@ class CudaRunner:
         options = options or [_WHOLE] * len(sequences)
         takes_spans = any(head.takes_spans for head in heads)
         layout = self.packer.layout(sequences, whole=bool(heads))
-        num_tokens, num_seqs = sum(layout.lengths), len(sequences)
+        num_tokens, num_seqs = layout.num_tokens, len(sequences)
         graphed = num_tokens <= self.max_graph_tokens and not takes_spans
         shape, tiles = self.packer.shape(layout, graphed)
         if graphed and not self._may_have_graph(shape, heads):

@@ -15,6 +15,7 @@ from engine.model.config import Pooling
 from engine.options import EmbedOptions, TokenIds
 from engine.run.batch import BatchShape, PackedBatch, places
 from engine.run.prefixes import MOST_PREFIXES, Layout, lay_out
+from engine.sequences import Sequences
 from engine.text.pairs import SECOND_SEGMENT
 
 # Numbers of tokens that get a CUDA graph. A batch is padded to the next number. Above 64 tokens at most a fifth is padding.
@@ -37,7 +38,7 @@ def _kept(
 ) -> NDArray[np.int32]:
     """The filled buffer of a batch of one sequence, without the ids."""
     buffer = np.empty(shape.size, dtype=np.int32)
-    layout = Layout([np.zeros(num_tokens, dtype=np.int32)])
+    layout = Layout(Sequences.of([np.zeros(num_tokens, dtype=np.int32)]))
     options = [EmbedOptions(normalize, dimensions)]
     packer._fill_around(_parts(buffer, shape), shape, layout, packer.tiles(layout, shape), options)
     return buffer
@@ -99,7 +100,7 @@ class BatchPacker:
 
     def layout(self, sequences: Sequence[TokenIds], whole: bool) -> Layout:
         """The pieces of a batch: whole sequences, or shared prefixes and the rests after them."""
-        return lay_out(sequences) if self._can_share and not whole else Layout(sequences)
+        return lay_out(sequences) if self._can_share and not whole else Layout(Sequences.of(sequences))
 
     @property
     def _can_share(self) -> bool:
@@ -111,7 +112,7 @@ class BatchPacker:
         Args:
             graphs: use the smallest of `graph_shapes` with enough room, if there is one.
         """
-        num_tokens, num_seqs, shares = sum(layout.lengths), layout.num_seqs, bool(layout.prefixes)
+        num_tokens, num_seqs, shares = layout.num_tokens, layout.num_seqs, bool(layout.prefixes)
         if graphs:
             padded = next((size for size in GRAPH_TOKENS if size >= num_tokens), num_tokens)
             seqs = next((each for each in _graph_seqs(padded) if each >= num_seqs), None)
@@ -163,14 +164,14 @@ class BatchPacker:
 
         Each padding token is a separate sequence, token 0 at position 0. Padding tiles are empty. Padding sequences pool row 0.
         """
-        part, num_tokens = _parts(buffer, shape), sum(layout.lengths)
+        part, num_tokens = _parts(buffer, shape), layout.num_tokens
         if layout.num_seqs == 1 and shape.num_tokens <= _MOST_KEPT_TOKENS:
             its = options[0] if options is not None else _PLAIN
             buffer[:] = _kept(self, shape, num_tokens, its.dimensions, its.normalize)
         else:
             self._fill_around(part, shape, layout, tiles, options)
         ids = part["token_ids"]
-        np.concatenate(layout.pieces, out=ids[:num_tokens])
+        ids[:num_tokens] = layout.pieces.token_ids
         ids[num_tokens:] = 0
         if shape.typed:
             np.right_shift(ids, SECOND_SEGMENT.bit_length() - 1, out=part["token_types"])
@@ -185,11 +186,9 @@ class BatchPacker:
         options: Sequence[EmbedOptions] | None,
     ) -> None:
         """Writes all parts except the tokens' ids."""
-        num_seqs = layout.num_seqs
-        ends = np.cumsum(np.fromiter(layout.lengths, dtype=np.int32, count=len(layout.pieces)), dtype=np.int32)
-        num_tokens = int(ends[-1])
-        starts = np.empty_like(ends)
-        starts[0], starts[1:] = 0, ends[:-1]
+        num_seqs, num_tokens = layout.num_seqs, layout.num_tokens
+        bounds = np.array(layout.pieces.bounds, dtype=np.int32)
+        starts, ends = bounds[:-1], bounds[1:]
         lengths, rows = ends - starts, starts if self.pooling == "cls" else ends - 1
         origins = starts  # the row of each piece's position 0, as if its prefix were directly before the piece
         if shape.shares_prefixes:

@@ -146,6 +146,12 @@ class _Line:
         overtakes = self.short[0].turn > self.requests[0].turn
         return self.requests if overtakes and self.overtaken >= most_overtaken else self.short
 
+    def tokens_in_turn(self, served: deque[Waiting], most_overtaken: int) -> float:
+        """The number of tokens after which `next` gives the other deque, if both have requests."""
+        if served is self.requests:
+            return (self.overtaken - most_overtaken) // (SHARE - 1) + 1
+        return most_overtaken - self.overtaken if self.short[0].turn > self.requests[0].turn else inf
+
     def took(self, served: deque[Waiting], num_tokens: int) -> None:
         """Count tokens that a pass takes of the front request of `served`."""
         if served is self.requests:
@@ -259,7 +265,7 @@ class _Priority:
                     self._order.popleft()
                 continue
             self._count(line, request, saved)
-            room, fits = self._take_slices(line, served, slices, room, now)
+            room, fits = self._take_slice(line, served, slices, room, now)
         if held:
             for line, served, request in reversed(held):
                 served.appendleft(request)
@@ -273,26 +279,26 @@ class _Priority:
             member.credit += self.quantum
         return member.credit > 0
 
-    def _take_slices(
+    def _take_slice(
         self, line: _Line, served: deque[Waiting], slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
-        """Add the next slices of the front request of `served`, up to the end of its turn.
+        """Add the next slice of the front request of `served`, at most up to the end of its turn.
 
-        Returns: the room left, and False if not even one slice fits.
+        Returns: the room left, and False if not even one sequence fits.
         """
         request = served[0]
-        inputs, most = request.num_inputs, request.credit
+        inputs, most = request.num_inputs, float(request.credit)
         if len(self._order) > 1:
             most = min(most, line.credit)
         if line.short and line.requests:
-            most = 0  # one slice, because it may be the turn of the other deque then
-        parts = request.next_slices(room, alone=not slices, most=most)
-        if not parts:
+            most = min(most, line.tokens_in_turn(served, self._most_overtaken))
+        part = request.next_slice(room[0], not slices, most, room[1])
+        if part is None:
             if served is line.requests:
                 line.overtaken = self._most_overtaken  # so this request goes first in the next pass, before `short` fills it
             return room, False
-        slices += parts
-        length = sum(part.stop - part.start for part in parts)
+        slices.append(part)
+        length = part.stop - part.start
         request.credit -= length
         line.took(served, length)
         line.set_first_turn(request, max(0, request.first_turn - length))
@@ -307,7 +313,7 @@ class _Priority:
             line.credit -= length
             if line.credit <= 0:
                 self._order.rotate(-1)
-        return (room[0] - length, room[1] - len(parts)), True
+        return (room[0] - length, room[1] - part.num_seqs), True
 
     def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that no longer wait."""

@@ -1,6 +1,7 @@
 """Requests for the device: their progress, and the slices of their sequences. A stream is a request, too."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
@@ -15,6 +16,7 @@ from engine.options import EmbedOptions, Priority, TokenIds
 from engine.request_tag import RequestTag
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
+from engine.sequences import Sequences
 
 _OVER = (FINISHED, CANCELLED, CANCELLED_AND_NOTIFIED)
 
@@ -84,22 +86,15 @@ class Waiting(ABC):
         """
 
     @abstractmethod
-    def next_slice(self, room: int, alone: bool) -> "Slice | None":
+    def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> "Slice | None":
         """Take the next slice for a pass with room for `room` tokens. None if the slice does not fit.
 
         Args:
             alone: the pass has no other slices, so the slice may be larger than the room.
+            wanted: a request without pages takes sequences until the slice has this many tokens, or until the next one does not
+                fit.
+            most_seqs: the pass has room for this many sequences.
         """
-
-    def next_slices(self, room: tuple[int, int], alone: bool, most: int) -> "list[Slice]":
-        """Take slices until they have `most` tokens or more, or until the next one does not fit. None of them if none fits.
-
-        Args:
-            room: the pass has room for this many tokens and sequences.
-            alone: as in `next_slice`.
-        """
-        part = self.next_slice(room[0], alone)
-        return [] if part is None else [part]
 
     @abstractmethod
     def piece(self, part: "Slice") -> Piece | None:
@@ -126,8 +121,9 @@ class Request(Waiting):
     several slices. It has pages from its first slice until its last slice is computed.
     """
 
-    sequences: Sequence[TokenIds]
+    sequences: Sequence[TokenIds]  # the same object as `packed`, whatever the caller gives
     options: EmbedOptions
+    packed: Sequences = field(init=False)
     # Progress, kept by the queue.
     num_scheduled: int = 0  # sequences that passes have taken as a whole
     num_computed: int = 0  # tokens of the next sequence that passes have taken or that were in the cache
@@ -139,9 +135,12 @@ class Request(Waiting):
     vectors: Any = None  # [n, dims] float32, from the first part on
     arrays: dict[int, list[Any]] = field(default_factory=dict)  # of each part, by the index of its first sequence
 
+    def __post_init__(self) -> None:
+        self.sequences = self.packed = Sequences.of(self.sequences)
+
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.sequences))
+        return self.packed.num_tokens
 
     @property
     def num_inputs(self) -> int:
@@ -155,14 +154,13 @@ class Request(Waiting):
     def refusal(self) -> InvalidInput | None:
         if not self.sequences:
             return InvalidInput("a request without inputs")
-        if not all(map(len, self.sequences)):
-            empty = next(index for index, ids in enumerate(self.sequences) if not len(ids))
+        if (empty := self.packed.first_empty()) is not None:
             return InvalidInput(f"input {empty} has no tokens")
         if self.pool is None:
             return None
         if self.options.outputs or not self.options.pooled:
             return InvalidInput("this model generates text; it gives one vector for an input, and no other outputs")
-        longest, most = max(map(len, self.sequences)), self.pool.num_pages * self.pool.page_size
+        longest, most = int(self.packed.lengths.max()), self.pool.num_pages * self.pool.page_size
         return InvalidInput(f"an input has {longest} tokens; the cache holds {most}") if longest > most else None
 
     def prepare(self, may_take_pages: bool) -> int | None:
@@ -180,31 +178,21 @@ class Request(Waiting):
         self.num_computed = len(shared) * self.pool.page_size
         return self.num_computed
 
-    def next_slice(self, room: int, alone: bool) -> "Slice | None":
-        sequence, start = self.num_scheduled, self.num_computed
-        stop = length = len(self.sequences[sequence])
-        if self.pool is not None:
-            stop = min(start + room, length)
-        elif length > room and not alone:
-            return None
+    def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> "Slice | None":
+        first, bounds = self.num_scheduled, self.packed.bounds
+        if self.pool is None:
+            enough = bisect_left(bounds, bounds[first] + wanted, lo=first + 1)
+            end = min(enough, len(self.sequences), first + most_seqs, bisect_right(bounds, bounds[first] + room) - 1)
+            if end == first and not alone:
+                return None
+            self.num_scheduled = max(end, first + 1)
+            return self.whole(first, self.num_scheduled)
+        start, length = self.num_computed, bounds[first + 1] - bounds[first]
+        stop = min(start + room, length)
         if stop <= start:
             return None
-        self.num_scheduled, self.num_computed = (sequence + 1, 0) if stop == length else (sequence, stop)
-        return Slice(self, sequence, start, stop)
-
-    def next_slices(self, room: tuple[int, int], alone: bool, most: int) -> "list[Slice]":
-        parts = Waiting.next_slices(self, room, alone, most)  # `super()` does not work in a class with slots
-        if self.pool is not None or not parts:
-            return parts
-        taken, index = parts[0].stop, self.num_scheduled
-        while taken < most and len(parts) < room[1] and index < len(self.sequences):
-            length = len(self.sequences[index])
-            if taken + length > room[0]:
-                break
-            parts.append(Slice(self, index, 0, length))
-            taken, index = taken + length, index + 1
-        self.num_scheduled = index
-        return parts
+        self.num_scheduled, self.num_computed = (first + 1, 0) if stop == length else (first, stop)
+        return Slice(self, first, start, stop)
 
     def piece(self, part: "Slice") -> Piece | None:
         pages = self.pages.get(part.sequence)
@@ -227,19 +215,30 @@ class Request(Waiting):
         for sequence in tuple(self.pages):
             self.let_go(sequence)
 
-    def take_all(self) -> "list[Slice]":
-        """A slice for each sequence, for one pass."""
+    def take_all(self) -> "Slice":
+        """All sequences, for one pass."""
         self.num_scheduled = len(self.sequences)
-        return [Slice(self, index, 0, len(ids)) for index, ids in enumerate(self.sequences)]
+        return self.whole(0, self.num_scheduled)
+
+    def whole(self, first: int, end: int) -> "Slice":
+        """The sequences [first, end)."""
+        return Slice(self, first, 0, self.packed.bounds[end] - self.packed.bounds[first], end - first)
 
 
 class Slice(NamedTuple):
-    """The tokens [start, stop) of one sequence of a request. One pass computes them.
+    """Tokens of a request that one pass computes.
 
-    A sequence of a model that only embeds is one slice. A prompt may be several slices, and each generated token is one slice.
+    For a model that only embeds, a slice is one or more whole sequences of a request. A prompt may be several slices, and each
+    generated token is one slice.
     """
 
     request: Any  # a Request or a Stream
-    sequence: int  # the index of the sequence in its request
-    start: int
+    sequence: int  # the index of the first sequence in its request
+    start: int  # the first token and the end of the tokens, counted from the first token of that sequence
     stop: int
+    num_seqs: int = 1  # one sequence, or a part of it, or this many whole sequences
+
+    def halves(self) -> "tuple[Slice, Slice]":
+        """Two slices for several sequences."""
+        middle, end = self.sequence + self.num_seqs // 2, self.sequence + self.num_seqs
+        return self.request.whole(self.sequence, middle), self.request.whole(middle, end)

@@ -203,7 +203,7 @@ class Scheduler:
             elif request.deadline <= now:
                 request.fail(DeadlinePassed("the request's deadline had passed when it came"))
             else:
-                slices += request.take_all()
+                slices.append(request.take_all())
         return slices
 
     def advance(self, streams: Iterable[Stream]) -> None:

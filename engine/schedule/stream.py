@@ -326,7 +326,7 @@ class Stream(Waiting):
         self.num_cached_tokens = min(self.num_computed, len(self.prompt))
         return self.num_computed
 
-    def next_slice(self, room: int, alone: bool) -> Slice | None:
+    def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> Slice | None:
         if room <= 0:
             return None
         assert self.cohort is None, "a cohort takes one slice for all of its streams"

@@ -10,10 +10,12 @@ from math import log2
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.options import EmbedOptions, TokenIds
 from engine.request_tag import RequestTag
 from engine.results import Embeddings
+from engine.sequences import Sequences
 from serve_app.admission.qos import Qos
 
 ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Qos]
@@ -30,7 +32,7 @@ class Parcel:
     """Calls with equal options and equal QoS. Their deadlines may differ by a factor of less than two."""
 
     token_ids: TokenIds  # [T], all sequences end to end
-    lengths: tuple[int, ...]  # tokens of each sequence
+    lengths: NDArray[np.int32]  # tokens of each sequence
     counts: tuple[int, ...]  # sequences of each call
     options: EmbedOptions
     qos: Qos  # of the joined calls, with the earliest deadline
@@ -50,13 +52,12 @@ class Parcel:
         counts, deadlines_s = tuple(len(each) for each, _, _ in calls), tuple(qos.deadline_s for _, _, qos in calls)
         if qos.deadline_s is not None:
             qos = replace(qos, deadline_s=min(each for each in deadlines_s if each is not None))
-        lengths = tuple(map(len, sequences))
+        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
         return cls(np.concatenate(sequences), lengths, counts, options, qos, deadlines_s, tuple(fingerprints), tuple(tags))
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""
-        ids, ends = self.token_ids, accumulate(self.lengths, initial=0)  # `_parts` would take half as long again
-        return [ids[start:stop] for start, stop in pairwise(ends)], self.options, self.qos
+        return Sequences.of_lengths(self.token_ids, self.lengths), self.options, self.qos
 
     def calls(self, after_s: float = 0.0) -> list[ReplicaCall]:
         """Each call separately, `after_s` seconds after the parcel came."""

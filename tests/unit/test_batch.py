@@ -18,10 +18,11 @@ from engine.options import EmbedOptions
 from engine.run.batch import BatchShape
 from engine.run.pack import BatchPacker
 from engine.run.prefixes import MOST_PREFIXES, Layout
+from engine.sequences import Sequences
 
 
 def of_lengths(lengths: list[int]) -> Layout:
-    return Layout([np.full(length, 7, dtype=np.int32) for length in lengths])
+    return Layout(Sequences.of([np.full(length, 7, dtype=np.int32) for length in lengths]))
 
 
 def test_pack_lays_sequences_end_to_end() -> None:
@@ -39,11 +40,11 @@ def test_a_batch_in_a_larger_shape_leaves_nothing_to_chance() -> None:
     """The buffer still has the previous batch, as in a CUDA graph."""
     packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132))
     sequences = [np.full(length, 7, dtype=np.int32) for length in (40, 3, 50)]
-    shape, tiles = packer.shape(Layout(sequences), graphs=True)
+    shape, tiles = packer.shape(Layout(Sequences.of(sequences)), graphs=True)
     assert (shape.num_tokens, shape.num_seqs) == (128, 16)
     assert len(tiles) <= shape.num_tiles
     buffer = np.full(shape.size, 99, dtype=np.int32)
-    packer.fill(buffer, shape, Layout(sequences), tiles)
+    packer.fill(buffer, shape, Layout(Sequences.of(sequences)), tiles)
     batch = shape.view(torch.from_numpy(buffer))
     assert batch.token_ids.tolist() == [7] * 93 + [0] * 35
     assert batch.positions.tolist() == [*range(40), *range(3), *range(50), *[0] * 35]
@@ -65,9 +66,9 @@ def test_a_query_is_packed_by_length_and_options(typed: bool, options: EmbedOpti
     packer = BatchPacker("last_token", 8, Tiling(64, 2, 2, (9, 0), 132, causal=True), typed)
     for first in (5, 100):
         one = np.arange(first, first + length, dtype=np.int32) | (typed << 30)
-        shape, tiles = packer.shape(Layout([one]), graphs=room is not None)
+        shape, tiles = packer.shape(Layout(Sequences.of([one])), graphs=room is not None)
         buffer = np.full(shape.size, 99, dtype=np.int32)
-        packer.fill(buffer, shape, Layout([one]), tiles, [options])
+        packer.fill(buffer, shape, Layout(Sequences.of([one])), tiles, [options])
         batch, padding = shape.view(torch.from_numpy(buffer)), (room or length) - length
         assert batch.token_ids.tolist() == [*range(first, first + length), *[0] * padding]
         assert batch.token_types is None or batch.token_types.tolist() == [1] * length + [0] * padding
@@ -90,9 +91,9 @@ def test_the_types_of_tokens_leave_their_ids() -> None:
     assert packed.token_types.tolist() == [0, 1, 1, 0]
     assert sequences[0].tolist() == [5, 6 | second, second]  # the request's own array has not changed
     packer = BatchPacker("cls", 8, Tiling(64, 2, 2, (9, 0), 132), typed=True)
-    shape, tiles = packer.shape(Layout(sequences), graphs=True)
+    shape, tiles = packer.shape(Layout(Sequences.of(sequences)), graphs=True)
     buffer = np.full(shape.size, -1, dtype=np.int32)
-    packer.fill(buffer, shape, Layout(sequences), tiles)
+    packer.fill(buffer, shape, Layout(Sequences.of(sequences)), tiles)
     batch = shape.view(torch.from_numpy(buffer))
     assert batch.token_types is not None
     assert batch.token_types.tolist() == [0, 1, 1, *[0] * 13]

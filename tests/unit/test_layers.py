@@ -28,6 +28,7 @@ from engine.options import EmbedOptions
 from engine.run.batch import PackedBatch
 from engine.run.pack import BatchPacker
 from engine.run.prefixes import Layout
+from engine.sequences import Sequences
 
 # Runs in a process of its own, because oneDNN reads its limits at the process's first operator.
 _PASSES = """
@@ -320,9 +321,9 @@ def test_room_in_a_batch_does_not_reach_the_vectors(pooling: Pooling, lengths: t
     """As in a CUDA graph, the batch has tokens without a sequence, and sequences without tokens."""
     packer = BatchPacker(pooling, 8, None)
     sequences = [np.zeros(length, dtype=np.int32) for length in lengths]
-    shape, tiles = packer.shape(Layout(sequences), graphs=True)
+    shape, tiles = packer.shape(Layout(Sequences.of(sequences)), graphs=True)
     buffer = np.full(shape.size, 99, dtype=np.int32)
-    packer.fill(buffer, shape, Layout(sequences), tiles)
+    packer.fill(buffer, shape, Layout(Sequences.of(sequences)), tiles)
     hidden = torch.randn(16, 8)
     roomy = Pool(pooling)(hidden, shape.view(torch.from_numpy(buffer)))
     assert torch.equal(roomy[: len(lengths)], Pool(pooling)(hidden[: sum(lengths)], packer.pack(sequences)))

@@ -199,14 +199,15 @@ def test_an_observer_that_fails_harms_no_request(gate: Gate, caplog: pytest.LogC
     assert "no such metric" in caplog.text
 
 
-def test_ids_that_are_no_arrays_fail_their_request_and_no_later_one(gate: Gate, loop: EngineLoop) -> None:
+def test_a_pass_that_cannot_be_laid_out_fails_its_request_and_no_later_one(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()
-    lists, arrays = Request([[1, 2], [3]], EmbedOptions()), job(2)  # type: ignore[list-item]
-    loop.submit([lists])
-    with pytest.raises(BackendError, match="tobytes"):
-        lists.future.result(5)
-    loop.submit([arrays])
-    assert arrays.future.result(5).vectors.tolist() == [[2, 2]]
+    broken, sound = job(1), job(2)
+    broken.options = None  # type: ignore[assignment]
+    loop.submit([broken])
+    with pytest.raises(BackendError, match="outputs"):
+        broken.future.result(5)
+    loop.submit([sound])
+    assert sound.future.result(5).vectors.tolist() == [[2, 2]]
 
 
 def test_an_error_while_results_are_delivered_reaches_whoever_waits(

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -31,6 +31,13 @@ def request(
     return Request(sequences, EmbedOptions(), priority=priority, owner=owner, deadline=deadline, submitted_at=at)
 
 
+class OneByOne(Request):
+    """A request whose slices have one sequence each."""
+
+    def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> Slice | None:
+        return super().next_slice(room, alone)
+
+
 def filled(requests: Sequence[Request], budget: int, most: int = MOST_SEQS) -> Queue:
     queue = Queue(budget, most)
     for each in requests:
@@ -41,8 +48,14 @@ def filled(requests: Sequence[Request], budget: int, most: int = MOST_SEQS) -> Q
 def drained(queue: Queue) -> list[list[Slice]]:
     passes = []
     while slices := queue.schedule(0.0):
-        passes.append(slices)
+        passes.append(apart(slices))
     return passes
+
+
+def apart(slices: Sequence[Slice]) -> list[Slice]:
+    """A slice for each sequence."""
+    firsts = [(part, index) for part in slices for index in range(part.sequence, part.sequence + part.num_seqs)]
+    return [part if part.num_seqs == 1 else part.request.whole(index, index + 1) for part, index in firsts]
 
 
 def tokens(slices: Sequence[Slice]) -> int:
@@ -59,6 +72,27 @@ def test_every_sequence_is_scheduled_once_and_whole(sizes: list[list[int]], budg
         out[id(part.request)].append(part.sequence)
     assert list(out.values()) == [list(range(len(each))) for each in sizes]
     assert len(queue) == queue.num_tokens == queue.num_inputs == 0
+
+
+sizes_of_short = st.lists(st.integers(1, 3), min_size=2, max_size=5)
+
+
+@given(
+    st.lists(st.tuples(st.just([2] * 30) | sizes_of_short, st.sampled_from(["a", "a", "b"])), min_size=8, max_size=30),
+    st.integers(24, 60),
+    st.integers(4, 60),
+)
+@example([([2] * 30, ""), *[([3] * 4, "")] * 9], 48, 100)
+def test_a_slice_has_the_sequences_that_slices_of_one_would_have(
+    sizes: list[tuple[list[int], str]], budget: int, most: int
+) -> None:
+    passes = []
+    for kind in (Request, OneByOne):
+        requests = [kind(request(each).sequences, EmbedOptions(), owner=owner) for each, owner in sizes]
+        numbers = {id(each): number for number, each in enumerate(requests)}
+        slices = drained(filled(requests, budget, most))
+        passes.append([[(numbers[id(part.request)], part.sequence) for part in each] for each in slices])
+    assert passes[0] == passes[1]
 
 
 @given(arrivals, st.integers(1, 100))
@@ -300,7 +334,7 @@ def test_an_owner_that_was_alone_owes_nothing() -> None:
     for _ in range(30):
         queue.schedule(0.0)
     queue.add(request([8] * 100, owner="new"))
-    taken = [part.request.owner for _ in range(4) for part in queue.schedule(0.0)]
+    taken = [part.request.owner for _ in range(4) for part in apart(queue.schedule(0.0))]
     assert taken.count("alone") == taken.count("new") == 16
 
 
@@ -347,7 +381,7 @@ class Traffic(RuleBasedStateMachine):
         scheduled_before = {id(each): each.num_scheduled for each in alive}
         waiting = [each for each in self.waiting("batch") if each.deadline > self.now]
         batch_first = bool(waiting) and self.now - self.batch_waits_since > BATCH_WAITS_S
-        slices = self.queue.schedule(self.now)
+        slices = apart(self.queue.schedule(self.now))
         for each in alive:
             is_late = each.deadline <= self.now and scheduled_before[id(each)] < len(each.sequences)
             assert each.future.done() == is_late
