@@ -2,25 +2,35 @@
 
 A gateway first sends the replica's secret. After that both sides send frames: a head, and a payload in pickle's format. A replica
 unpickles nothing before it has the secret.
+
+Large arrays of an answer are beside its pickle (`packed`). In the pickle, 3 MB of vectors would hold the interpreter for a
+millisecond (docs/decisions/065).
 """
 
 import asyncio
+import pickle
 from abc import abstractmethod
 from enum import IntEnum
+from itertools import accumulate, pairwise
 from struct import Struct
-from typing import cast
+from typing import Any, cast
 
 SECRET_BYTES = 32
 # The longest frame. A longer one means that the other side does not use this protocol.
 MOST_BYTES = 1 << 31
 
+_COUNT = Struct("<Q")
 _HEAD = Struct("<IQB")  # bytes of the payload, the number of the call, the kind
+# Smaller arrays stay in the pickle, because a separate one costs a few microseconds.
+_APART_BYTES = 1 << 16
+
+Payload = bytes | bytearray | memoryview
 
 
 class Kind(IntEnum):
     CALL = 1  # gateway to replica: a list of parcels
     CANCEL = 2  # gateway to replica: nobody waits for the answer, or the messages, of this call
-    ANSWER = 3  # replica to gateway: the result of `PoolServer.embed_parcels`, or an error
+    ANSWER = 3  # replica to gateway: the result of `PoolServer.embed_parcels`, or an error, as `packed` gives it
     LEAVING = 4  # replica to gateway: this replica stops gracefully and takes no further call
     READ = 5  # gateway to replica: send the messages of this channel
     CHANGE = 6  # gateway to replica: the streams to begin and to cancel in a channel; it has no answer
@@ -28,9 +38,34 @@ class Kind(IntEnum):
     TOKENS = 8  # replica to gateway: a message that has only ids of tokens, without pickle
 
 
-def head_of(number: int, kind: Kind, payload: bytes) -> bytes:
-    """The head of a frame with this payload."""
-    return _HEAD.pack(len(payload), number, kind)
+def head_of(number: int, kind: Kind, *payload: Payload) -> bytes:
+    """The head of a frame with the parts of a payload."""
+    return _HEAD.pack(sum(map(len, payload)), number, kind)
+
+
+def packed(content: object) -> list[Payload]:
+    """The parts of a payload. Large arrays are not copied: they must not change until they are sent."""
+    arrays: list[memoryview] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        content = buffer.raw()
+        if content.nbytes >= _APART_BYTES:
+            arrays.append(content)
+        return content.nbytes < _APART_BYTES
+
+    pickled = pickle.dumps(content, protocol=5, buffer_callback=stays)
+    sizes = [len(arrays), *(each.nbytes for each in arrays)]
+    return [Struct(f"<{len(sizes)}Q").pack(*sizes), *arrays, pickled]
+
+
+def unpacked(payload: bytes | bytearray) -> Any:
+    """The content of a payload from `packed`. Its large arrays are views of the payload."""
+    content = memoryview(payload)
+    (count,) = _COUNT.unpack_from(content)
+    start = (1 + count) * _COUNT.size
+    bounds = list(accumulate(Struct(f"<{count}Q").unpack_from(content, _COUNT.size), initial=start))
+    arrays = [content[first:end] for first, end in pairwise(bounds)]
+    return pickle.loads(content[bounds[-1] :], buffers=arrays)  # noqa: S301 - the other side has the secret, or has sent it
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -41,7 +76,7 @@ class FrameProtocol(asyncio.Protocol):
         self._arrived = bytearray()
 
     @abstractmethod
-    def frame_received(self, number: int, kind: Kind, payload: bytes) -> None: ...
+    def frame_received(self, number: int, kind: Kind, payload: bytearray) -> None: ...
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not derive from asyncio's classes
@@ -56,7 +91,7 @@ class FrameProtocol(asyncio.Protocol):
             end = _HEAD.size + length
             if len(arrived) < end:
                 return
-            payload = bytes(memoryview(arrived)[_HEAD.size : end])
+            payload = arrived[_HEAD.size : end]  # not `bytes`, because arrays in it may be written to
             del arrived[:end]
             self.frame_received(number, Kind(kind), payload)
 

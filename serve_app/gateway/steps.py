@@ -59,7 +59,7 @@ class Steps:
         return self.numbers.tobytes() + self.token_ids.tobytes()
 
     @classmethod
-    def of_plain(cls, content: bytes) -> "Steps":
+    def of_plain(cls, content: bytes | bytearray) -> "Steps":
         """The message of `plain_bytes`."""
         numbers, token_ids = np.frombuffer(content, np.int32).reshape(2, -1)
         return cls(numbers, token_ids, {}, {}, {}, {})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from serve_app.gateway.frames import FrameProtocol, Kind
+from serve_app.gateway.frames import FrameProtocol, Kind, unpacked
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
 from serve_app.gateway.steps import NewStream, Steps
@@ -110,7 +110,7 @@ class Wire(FrameProtocol):
         """Begins and cancels streams of a channel. The channel's messages have the results."""
         self.send(0, Kind.CHANGE, pickle.dumps((channel_id, begun, left), protocol=5))
 
-    def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
+    def frame_received(self, number: int, kind: Kind, payload: bytearray) -> None:
         if kind is Kind.LEAVING:
             self.is_left = True
             for each in self._read.values():
@@ -120,13 +120,15 @@ class Wire(FrameProtocol):
         if (steps := self._read.get(number)) is not None:
             if kind is Kind.TOKENS:
                 steps.arrived.put_nowait(Steps.of_plain(payload))
+            elif kind is Kind.ANSWER:
+                steps.arrived.put_nowait(unpacked(payload))
             else:
                 steps.arrived.put_nowait(pickle.loads(payload))  # noqa: S301 - it comes from the replica whose secret we have
             return
         answer = self._open.get(number)
         if answer is None or answer.done():  # the caller has left
             return
-        answered = pickle.loads(payload)  # noqa: S301 - it comes from the replica whose secret we have
+        answered = unpacked(payload)
         if isinstance(answered, Exception):
             answer.set_exception(answered)
         else:

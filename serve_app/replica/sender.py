@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from serve_app.gateway.frames import Payload
+
 
 class Sender:
     """Sends on a connection's socket, in the order of the calls. The connection's transport only reads.
@@ -34,7 +36,7 @@ class Sender:
         """Whether the socket takes no more bytes at the moment. Further bytes wait in memory."""
         return bool(self._rest)
 
-    def send(self, *parts: bytes) -> None:
+    def send(self, *parts: Payload) -> None:
         """Sends the parts, one after the other. Any thread may call this. Does nothing after `close`."""
         with self.lock:
             if self._is_closed:
@@ -60,7 +62,7 @@ class Sender:
                 self._loop.remove_writer(self._socket)
                 self._socket.close()
 
-    def _send(self, parts: "tuple[bytes | memoryview, ...]") -> int:
+    def _send(self, parts: tuple[Payload, ...]) -> int:
         try:
             return self._socket.sendmsg(parts)
         except BlockingIOError:

@@ -17,7 +17,7 @@ import ray
 from cluster.haproxy import ALONE_VARIABLE
 from engine.errors import BackendError, EngineStopped
 from serve_app.compute.turns import Turns
-from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind, head_of
+from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind, Payload, head_of, packed
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.replica.channel import UNREAD_S, Channel, Channels
 from serve_app.replica.sender import Sender
@@ -119,7 +119,7 @@ class _Connection(FrameProtocol):
         rest, self._arrived = bytes(self._arrived[SECRET_BYTES:]), bytearray()
         super().data_received(rest)
 
-    def frame_received(self, number: int, kind: Kind, payload: bytes) -> None:
+    def frame_received(self, number: int, kind: Kind, payload: bytearray) -> None:
         if kind is Kind.CALL:
             self._wires.note_call()
             self._begin(number, self._answer(number, payload))
@@ -137,7 +137,7 @@ class _Connection(FrameProtocol):
         task = self.tasks[number] = asyncio.get_running_loop().create_task(work, context=Context())
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
-    async def _answer(self, number: int, payload: bytes) -> None:
+    async def _answer(self, number: int, payload: bytearray) -> None:
         turns, is_large = self._wires.turns, len(payload) > _AT_ONCE_BYTES
         try:
             async with turns.turn() if is_large else nullcontext():
@@ -145,11 +145,11 @@ class _Connection(FrameProtocol):
             with nullcontext() if is_large else turns.small:
                 answers = await self._wires.answer(parcels)
             async with turns.turn() if is_large else nullcontext():
-                answered = pickle.dumps(answers, protocol=5)
+                answered = packed(answers)
         except Exception as error:
             log.exception("a call failed")
-            answered = pickle.dumps(BackendError(f"the replica failed: {error!r}"))
-        self.send(number, Kind.ANSWER, answered)
+            answered = packed(BackendError(f"the replica failed: {error!r}"))
+        self._send(number, Kind.ANSWER, *answered)
 
     @property
     def _channels(self) -> Channels:
@@ -175,7 +175,7 @@ class _Connection(FrameProtocol):
                 steps = channel.take()
             except EngineStopped as error:
                 channel.on_message = None
-                self.send(number, Kind.ANSWER, pickle.dumps(error))
+                self._send(number, Kind.ANSWER, *packed(error))
                 return
             if steps is None:
                 return
@@ -186,7 +186,10 @@ class _Connection(FrameProtocol):
 
     def send(self, number: int, kind: Kind, payload: bytes = b"") -> None:
         """As `FrameProtocol.send`, from any thread."""
-        self._sender.send(head_of(number, kind, payload), payload)
+        self._send(number, kind, payload)
+
+    def _send(self, number: int, kind: Kind, *payload: Payload) -> None:
+        self._sender.send(head_of(number, kind, *payload), *payload)
 
     def _all_sent(self) -> None:
         if self._closes:

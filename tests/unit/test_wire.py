@@ -25,7 +25,7 @@ from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
-from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, head_of
+from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, head_of, packed, unpacked
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.gateway.steps import Steps
@@ -146,6 +146,22 @@ def test_a_large_message_arrives_whole(run: Run) -> None:
         assert (answer.vectors == 7).all()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [100_000], [3, 100_000, 20_000, 5]])
+def test_arrays_of_an_answer_are_not_copied_if_they_are_large(sizes: list[int]) -> None:
+    arrays = [np.arange(size, dtype=np.float32) for size in sizes]
+    parts = packed((arrays, "the rest"))
+    large = [each for each in arrays if each.nbytes >= 1 << 16]
+    assert len(parts) == 2 + len(large)
+    assert all(map(np.shares_memory, map(np.frombuffer, parts[1:-1]), large))
+    payload = bytearray().join(parts)
+    got, rest = unpacked(payload)
+    assert rest == "the rest"
+    assert [each.tolist() for each in got] == [each.tolist() for each in arrays]
+    assert all(each.flags.writeable and each.flags.aligned for each in got)
+    content = np.frombuffer(payload, dtype=np.uint8)
+    assert [np.shares_memory(each, content) for each in got] == [each.nbytes >= 1 << 16 for each in got]
 
 
 def test_an_error_is_its_calls_alone(run: Run) -> None:
