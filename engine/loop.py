@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _NAP_S, _AWAKE_S = 0.0001, 0.003
 # If no waiting request can be scheduled, the engine's thread tries again after this time.
 _AGAIN_S = 0.001
+# While small requests are in progress, large requests rest after each pass on a GPU for this many times the time of its launch,
+# but not longer than `_MOST_REST_S`. A launch holds the interpreter, which all small requests of the process need.
+_REST, _MOST_REST_S = 2.0, 0.005
 # A caller itself launches a pass of up to this many tokens. Larger passes take milliseconds, so a change of threads matters less,
 # and packing them would block the caller's event loop.
 _QUICK_TOKENS = 1024
@@ -66,6 +69,9 @@ class EngineLoop:
         self._num_threads = num_threads
         self._stopping = False
         self.num_submitted = 0  # requests so far
+        # Whether requests are in progress that need little of the device and of the interpreter. Set by the owner, called often.
+        self.has_small: Callable[[], bool] = lambda: False
+        self._rests_until = 0.0  # large requests rest until then if there are small ones, by `perf_counter`
         self.paused = False  # True after `pause`, until the next pass. That pass may begin with a long wait.
         self._launching = threading.Lock()  # held by the thread that launches
         # Passes of streams are launched and delivered in turn. A launch releases the interpreter at each of its operations. Next
@@ -262,6 +268,7 @@ class EngineLoop:
                 torch.set_num_threads(self._num_threads)
             while self._wait_until_due():
                 with self._launching, self._turn:
+                    start = perf_counter()
                     slices = self._passes.schedule()
                     if slices:
                         self.paused = False
@@ -274,6 +281,9 @@ class EngineLoop:
                         else:
                             self._launched.put(launched)
                         del launched  # the next pass may be long in coming, and `launched` holds inputs and futures
+                if self._on_gpu:  # a launch on the CPU computes the pass, mostly without the interpreter
+                    now = perf_counter()
+                    self._rests_until = now + min(_MOST_REST_S, _REST * (now - start))
                 if not slices:  # all waiting requests are over, or wait for pages of a pass under way
                     with self._changed:
                         self._changed.wait(_AGAIN_S)
@@ -297,7 +307,11 @@ class EngineLoop:
                 now = perf_counter()
                 wait_s = self._scheduler.wait_s(now)
                 if wait_s is not None and wait_s <= 0:
-                    return True
+                    rest_s = self._rests_until - now
+                    if rest_s <= 0 or not self._scheduler.has_only_large or not self.has_small():
+                        return True
+                    self._changed.wait(rest_s)
+                    continue
                 waits = self._scheduler.has_work or self._scheduler.awaits_tokens
                 waits = waits and not self._scheduler.is_ahead
                 if self._on_gpu and waits and self._scheduler.free_at - now < _AWAKE_S:

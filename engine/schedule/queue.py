@@ -66,6 +66,11 @@ class Queue:
         """Sequences that no pass has taken, of requests whose callers still wait."""
         return self.interactive.num_inputs + self.batch.num_inputs
 
+    @property
+    def has_short(self) -> bool:
+        """Whether a short request waits, which comes before its owner's large requests."""
+        return self.interactive.has_short or self.batch.has_short
+
     def add(self, request: Waiting) -> None:
         where = self._of(request)
         where.add(request)
@@ -211,6 +216,10 @@ class _Priority:
             (line.short.appendleft if first else line.short.append)(request)
         else:
             line.requests.append(request)
+
+    @property
+    def has_short(self) -> bool:
+        return any(each.short for each in self._order)
 
     def _new_turn(self) -> int:
         self._num_turns += 1

@@ -77,6 +77,11 @@ class Scheduler:
         return bool(len(self.queue) or self._alone or self.streams)
 
     @property
+    def has_only_large(self) -> bool:
+        """Whether all waiting requests are large. False if the model generates."""
+        return self.streams is None and not self._alone and not self.queue.has_short
+
+    @property
     def awaits_tokens(self) -> bool:
         """Whether streams wait for tokens of a pass under way. Streams that speculate or have a grammar wait for each token."""
         return self.streams is not None and bool(self._in_flight) and self.streams.pages.num_streams > len(self.streams)

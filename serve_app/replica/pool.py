@@ -74,6 +74,9 @@ class PoolServer(EngineServer):
         if isinstance(self._model, LocalGenerator):
             self._channels = Channels(WatchedGenerator(self._model, self._in_flight))
         self._wires = None if (host := listening_host()) is None else Wires(self.answer_parcels, host, self._channels)
+        if self._wires is not None:
+            turns = self._wires.turns
+            self._loop.has_small = lambda: turns.num_small > 0
 
     def load_options(self, spec: ModelSpec, num_threads: int) -> dict[str, Any]:
         options = super().load_options(spec, num_threads)

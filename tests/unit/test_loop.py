@@ -199,6 +199,47 @@ def test_an_observer_that_fails_harms_no_request(gate: Gate, caplog: pytest.LogC
     assert "no such metric" in caplog.text
 
 
+@pytest.fixture
+def long_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.loop._REST", inf)
+    monkeypatch.setattr("engine.loop._MOST_REST_S", 100.0)
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_large_requests_rest_between_passes_while_small_ones_are_in_progress() -> None:
+    gate, is_small = Gate(), threading.Event()
+    gate.passes_in_flight = 2
+    gate.open.set()
+    is_small.set()
+    loop = EngineLoop(gate, max_batch_tokens=16)
+    loop.has_small = is_small.is_set
+    try:
+        large = job(*range(20, 32))
+        loop.submit([large])
+        assert gate.entered.wait(5)
+        sleep(0.05)
+        assert (gate.batches, loop.queued_inputs) == ([4], 8)
+        short = job(1)
+        loop.submit([short])  # its pass does not wait, and takes further sequences of the large request
+        assert short.future.result(5).vectors.tolist() == [[1, 1]]
+        sleep(0.05)
+        assert (gate.batches, loop.queued_inputs) == ([4, 4], 5)
+        is_small.clear()
+        loop.submit([job(2)])
+        assert large.future.result(5).vectors[:, 0].tolist() == list(range(20, 32))
+    finally:
+        loop.stop()
+
+
+@pytest.mark.usefixtures("long_rests")
+def test_passes_on_the_cpu_do_not_rest(gate: Gate, loop: EngineLoop) -> None:
+    gate.open.set()
+    loop.has_small = lambda: True
+    large = job(*range(20, 32))
+    loop.submit([large])
+    assert large.future.result(5).vectors[:, 0].tolist() == list(range(20, 32))
+
+
 def test_a_pass_that_cannot_be_laid_out_fails_its_request_and_no_later_one(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()
     broken, sound = job(1), job(2)

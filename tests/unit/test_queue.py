@@ -511,3 +511,20 @@ def test_a_sequence_to_compute_again_is_scheduled_though_all_that_waits_is_late(
     assert scheduler.schedule(late.deadline) == [part]  # it is the queue's turn, but `late` has missed its deadline
     assert isinstance(late.future.exception(0), DeadlinePassed)
     assert not scheduler.has_work
+
+
+@pytest.mark.parametrize("priority", ["interactive", "batch"])
+def test_a_short_request_is_not_large(priority: Priority) -> None:
+    scheduler = Scheduler(64, MOST_SEQS, 2, RLock())
+    assert not scheduler.queue.has_short
+    scheduler.add(request([8] * 30))
+    assert scheduler.has_only_large
+    short = request([16], priority)
+    scheduler.add(short)
+    assert not scheduler.has_only_large
+    while not short.is_scheduled:
+        scheduler.schedule(0.0)
+    assert scheduler.has_only_large
+    scheduler.add_alone(request([3]).take_all())
+    assert not scheduler.has_only_large
+    assert not Scheduler(64, MOST_SEQS, 2, RLock(), Pages(8, 4)).has_only_large
