@@ -28,7 +28,7 @@ BATCH_WAITS_S = 10.0
 # The share of an owner, or of a request, in each round: a pass divided by this number. While short requests wait, large ones get
 # the same share of their owner's tokens.
 SHARE = 4
-# The most sequences of a pass. Python takes about 2 us for each of them, whatever their length, and callers of short texts wait
+# The most sequences of a pass. Python takes about 1 us for each of them, whatever their length, and callers of short texts wait
 # for whole passes (docs/decisions/065).
 MOST_SEQS = 1024
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all

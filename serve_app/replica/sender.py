@@ -10,6 +10,10 @@ from contextlib import suppress
 
 from serve_app.gateway.frames import Payload
 
+# The most bytes that are sent in one round of the event loop. The kernel takes a millisecond for 3 MB on a local connection, and
+# short answers would wait for it.
+_AT_ONCE_BYTES = 1 << 18
+
 
 class Sender:
     """Sends on a connection's socket, in the order of the calls. The connection's transport only reads.
@@ -44,7 +48,7 @@ class Sender:
             if self._rest:
                 self._rest.extend(map(memoryview, parts))
                 return
-            sent = self._send(parts)
+            sent = self._send(parts) if sum(map(len, parts)) <= _AT_ONCE_BYTES else 0
             for part in parts:
                 if sent < len(part):
                     self._rest.append(memoryview(part)[sent:])
@@ -76,9 +80,12 @@ class Sender:
 
     def _send_rest(self) -> None:
         with self.lock:
+            room = _AT_ONCE_BYTES
             while self._rest:
                 part = self._rest.popleft()
-                if (sent := self._send((part,))) < len(part):
+                sent = self._send((part[:room],))
+                room -= sent
+                if sent < len(part):  # the socket is full, or other work of the event loop comes first
                     self._rest.appendleft(part[sent:])
                     return
             self._loop.remove_writer(self._socket)

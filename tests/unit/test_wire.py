@@ -5,6 +5,7 @@ import pickle
 import select
 import socket
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from math import inf
@@ -25,13 +26,14 @@ from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
-from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, head_of, packed, unpacked
+from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, Payload, head_of, packed, unpacked
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.gateway.steps import Steps
 from serve_app.gateway.wire import Wire
 from serve_app.replica import wire as replica_wire
 from serve_app.replica.channel import Channels
+from serve_app.replica.sender import _AT_ONCE_BYTES, Sender
 from serve_app.replica.wire import Wires
 from tests.unit.streams_by_hand import CONTEXT, EOS, Begun, ByHand, until
 
@@ -144,6 +146,31 @@ def test_a_large_message_arrives_whole(run: Run) -> None:
         assert answer.vectors is not None
         assert answer.vectors.shape == (1, 3_000_000)
         assert (answer.vectors == 7).all()
+
+    run(scenario)
+
+
+def test_a_large_message_is_sent_in_several_rounds_of_the_event_loop(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
+        loop, rounds, sent = asyncio.get_running_loop(), count(), Counter[int]()
+        now = next(rounds)
+
+        def tick() -> None:
+            nonlocal now
+            now = next(rounds)
+            ticking[0] = loop.call_soon(tick)
+
+        def send(self: Sender, parts: tuple[Payload, ...]) -> int:
+            sent[now] += (num_bytes := whole(self, parts))
+            return num_bytes
+
+        ticking, whole = [loop.call_soon(tick)], Sender._send
+        with monkeypatch.context() as patch:
+            patch.setattr(Sender, "_send", send)
+            await wire.call([parcel(7, 500_000)])
+        ticking[0].cancel()
+        assert sum(sent.values()) > 2_000_000
+        assert max(sent.values()) <= _AT_ONCE_BYTES
 
     run(scenario)
 
