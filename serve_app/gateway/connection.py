@@ -59,7 +59,9 @@ class PoolConnection:
         self.load = load_of(ref.name, ref.tokens_per_s, kind)
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
-        self._wires: dict[str, Wire] = {}  # by replica
+        # By replica, and whether the wire is for large calls. A short answer would wait behind all large answers of the same
+        # connection, 3 MB each (docs/decisions/065).
+        self._wires: dict[tuple[str, bool], Wire] = {}
         self._no_wire_until: dict[str, float] = {}  # by replica
         self._met = set[str]()  # the replicas that have accepted a wire
         # By replica, and whether the channel uses a wire. A gateway that has just started may begin streams before it knows a
@@ -129,7 +131,7 @@ class PoolConnection:
         awake = bool(self.load.replicas)
         packed = pack(calls, [each.fingerprint for each in tickets], [each.tag for each in tickets])
         parcels = [parcel for _, parcel in packed]
-        if (wire := await self._wire_for(ticket)) is not None:
+        if (wire := await self._wire_for(ticket, any(parcel.is_large for parcel in parcels))) is not None:
             waiting, response = asyncio.ensure_future(wire.call(parcels)), None
         else:
             response = remote(handle.embed_parcels, parcels, ticket=ticket)
@@ -154,7 +156,7 @@ class PoolConnection:
                 drop(response, waiting)
             del waiting  # an error refers to this frame, and the task to the error
 
-    async def _wire_for(self, ticket: Ticket) -> Wire | None:
+    async def _wire_for(self, ticket: Ticket, is_large: bool) -> Wire | None:
         """A wire to the replica that finishes first, of those that can be reached. The ticket then belongs to the replica.
 
         Serve lists a dead replica for seconds. None if no replica has ever accepted a wire: then the call must go through Serve.
@@ -163,7 +165,7 @@ class PoolConnection:
         """
         ranked = self.load.ranked(ticket, monotonic())
         for replica in ranked:
-            if replica in self.load.replicas and (wire := await self._wire_to(replica)) is not None:
+            if replica in self.load.replicas and (wire := await self._wire_to(replica, is_large)) is not None:
                 self.load.routed(replica, ticket)
                 return wire
         for replica in ranked:
@@ -172,9 +174,10 @@ class PoolConnection:
                 raise Unreachable(f"pool {self.ref.name}: replica {replica} no longer accepts connections")
         return None
 
-    async def _wire_to(self, replica: str) -> Wire | None:
+    async def _wire_to(self, replica: str, is_large: bool = False) -> Wire | None:
         """A wire to a replica that reports. None if the replica cannot be reached, or stops."""
-        wire = self._wires.get(replica)
+        key = replica, is_large
+        wire = self._wires.get(key)
         if self._is_left(replica):
             return None
         if wire is None or wire.is_over:
@@ -182,27 +185,26 @@ class PoolConnection:
             if not address or monotonic() < self._no_wire_until.get(replica, 0.0):
                 return None
             self._forget_wires()
-            wire = self._wires[replica] = Wire(replica, address)
+            wire = self._wires[key] = Wire(replica, address)
         try:
             await wire.connect()
         except OSError as error:  # includes TimeoutError
-            if self._wires.get(replica) is wire:
+            if self._wires.get(key) is wire:
                 log.warning("%s: replica %s does not answer at %s:%s: %r", self.ref.name, replica, *wire.address[:2], error)
                 self._no_wire_until[replica] = monotonic() + _NO_WIRE_S
-                del self._wires[replica]
+                del self._wires[key]
             return None
         self._met.add(replica)
         return wire
 
     def _is_left(self, replica: str) -> bool:
         """Whether the replica has said that it stops gracefully."""
-        wire = self._wires.get(replica)
-        return wire is not None and wire.is_left
+        return any(key in self._wires and self._wires[key].is_left for key in ((replica, False), (replica, True)))
 
     def _forget_wires(self) -> None:
         """Removes the wires and records of replicas that no longer exist."""
-        for replica in [each for each in self._wires if each not in self.load.replicas and self._wires[each].is_idle]:
-            self._wires.pop(replica).close()
+        for key in [key for key, wire in self._wires.items() if key[0] not in self.load.replicas and wire.is_idle]:
+            self._wires.pop(key).close()
         for replica in set(self._no_wire_until) - set(self.load.replicas):
             del self._no_wire_until[replica]
         self._met &= set(self.load.replicas)

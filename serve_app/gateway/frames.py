@@ -16,6 +16,9 @@ from struct import Struct
 from typing import Any, cast
 
 SECRET_BYTES = 32
+# Larger calls have a wire of their own, and wait for their turn of the replica's event loop. A call of 2,048 short texts takes
+# milliseconds of it, and many of them may come at a time.
+LARGE_CALL_BYTES = 1 << 14
 # The longest frame. A longer one means that the other side does not use this protocol.
 MOST_BYTES = 1 << 31
 

@@ -17,6 +17,7 @@ from engine.request_tag import RequestTag
 from engine.results import Embeddings
 from engine.sequences import Sequences
 from serve_app.admission.qos import Qos
+from serve_app.gateway.frames import LARGE_CALL_BYTES
 
 ReplicaCall: TypeAlias = tuple[Sequence[TokenIds], EmbedOptions, Qos]
 Answer: TypeAlias = Embeddings | Exception
@@ -54,6 +55,11 @@ class Parcel:
             qos = replace(qos, deadline_s=min(each for each in deadlines_s if each is not None))
         lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
         return cls(np.concatenate(sequences), lengths, counts, options, qos, deadlines_s, tuple(fingerprints), tuple(tags))
+
+    @property
+    def is_large(self) -> bool:
+        """Whether this is a large call. Small calls that leave together do not become large."""
+        return len(self.counts) == 1 and self.token_ids.nbytes + self.lengths.nbytes > LARGE_CALL_BYTES
 
     def as_one(self) -> ReplicaCall:
         """One call with the sequences of all calls."""

@@ -17,7 +17,7 @@ import ray
 from cluster.haproxy import ALONE_VARIABLE
 from engine.errors import BackendError, EngineStopped
 from serve_app.compute.turns import Turns
-from serve_app.gateway.frames import SECRET_BYTES, FrameProtocol, Kind, Payload, head_of, packed
+from serve_app.gateway.frames import LARGE_CALL_BYTES, SECRET_BYTES, FrameProtocol, Kind, Payload, head_of, packed
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.replica.channel import UNREAD_S, Channel, Channels
 from serve_app.replica.sender import Sender
@@ -28,10 +28,6 @@ log = logging.getLogger(__name__)
 _SECRET_S = 5.0
 # A replica that stops accepts calls for this time, because gateways sent them before they knew of the stop.
 _LEAVING_S = 0.1
-# Larger calls wait for their turn of the event loop. A call of 2,048 short texts takes milliseconds of it, and many of them may
-# come at a time.
-_AT_ONCE_BYTES = 1 << 14
-
 Answer = Callable[[Sequence[Parcel]], Awaitable[list[Answered]]]
 
 
@@ -138,7 +134,7 @@ class _Connection(FrameProtocol):
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
     async def _answer(self, number: int, payload: bytearray) -> None:
-        turns, is_large = self._wires.turns, len(payload) > _AT_ONCE_BYTES
+        turns, is_large = self._wires.turns, len(payload) > LARGE_CALL_BYTES
         try:
             async with turns.turn() if is_large else nullcontext():
                 parcels = pickle.loads(payload)  # noqa: S301 - it comes from a gateway that has the secret

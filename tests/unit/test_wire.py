@@ -27,6 +27,7 @@ from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, Payload, head_of, packed, unpacked
+from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.gateway.steps import Steps
@@ -126,6 +127,31 @@ def test_a_small_call_does_not_wait_for_all_large_ones_that_came_with_it(run: Ru
         connection.data_received(b"".join(frames))
         await until(lambda: len(replica.begun) == 51)
         assert replica.begun.index(1) < 5
+
+    run(scenario)
+
+
+def test_a_small_answer_does_not_wait_for_large_ones_on_the_way(run: Run) -> None:
+    async def scenario(replica: Replica, wires: Wires, _: Wire) -> None:
+        pool = PoolConnection(PoolRef(name=uuid4().hex, node_class="cpu", tokens_per_s=1000.0))
+        pool._handle = object()  # type: ignore[assignment]  # no call goes through Serve
+        pool.load.update({"it": Report(monotonic(), wire=wires.address)}, now=monotonic())
+
+        def send(number: int, length: int) -> asyncio.Future[list[Answered]]:
+            call = [np.full(length, number, dtype=np.int32)], EmbedOptions(), DEFAULT_QOS
+            return asyncio.ensure_future(pool.send([call], [next_ticket(length, 1, batch=False)]))  # type: ignore[arg-type]
+
+        large = [send(0, 1_000_000) for _ in range(20)]  # answers of 4 MB
+        await until(lambda: len(replica.begun) == 20)
+        replica.go.set()
+        await asyncio.wait(large, return_when=asyncio.FIRST_COMPLETED)
+        (answer,) = await send(7, 3)
+        assert number_of(answer) == 7
+        assert sum(each.done() for each in large) < 10
+        await asyncio.wait(large)
+        assert [number_of(each.result()[0]) for each in large] == [0] * 20
+        for each in pool._wires.values():
+            each.close()
 
     run(scenario)
 
@@ -363,7 +389,7 @@ class Generates:
 
     @property
     def wire(self) -> Wire:
-        return self.pool._wires["it"]
+        return self.pool._wires["it", False]
 
     async def begin(self, *prompts: Sequence[int]) -> list[Begun]:
         first = len(self.model.streams)
@@ -588,7 +614,7 @@ def test_a_call_goes_to_the_next_replica_if_the_first_cannot_be_reached(stream: 
         load.update({"dead": dead, "it": Report(monotonic(), pages=100, wire=replica.wires.address)}, now=monotonic())
         load.opened(ticket := Ticket(0, 1, 1))
         assert load.ranked(ticket, monotonic()) == ["dead", "it"]
-        wire = await replica.pool._wire_for(ticket)
+        wire = await replica.pool._wire_for(ticket, is_large=False)
         assert (wire, load.replica_of(ticket)) == (replica.wire, "it")
 
     stream(scenario)
@@ -601,16 +627,16 @@ def test_a_call_does_not_go_through_serve_to_a_replica_that_is_gone(stream: RunS
         host, _, *rest = replica.wires.address
         load, pool = replica.pool.load, replica.pool
         load.opened(ticket := Ticket(0, 1, 1))
-        assert await pool._wire_for(ticket) is not None
-        pool._wires.pop("it").close()
+        assert await pool._wire_for(ticket, is_large=False) is not None
+        pool._wires.pop(("it", False)).close()
         gone = Report(monotonic(), pages=100, wire=(host, free_port(), *rest))
         load.update({"it": gone}, now=monotonic())
         with pytest.raises(Unreachable):
-            await pool._wire_for(ticket)
+            await pool._wire_for(ticket, is_large=False)
         load.finished(ticket, monotonic(), failed=True)
         assert load.replicas["it"].failures == 1  # so calls go to other pools first
         load.update({"new": gone}, now=monotonic())
         # Serve gets the call, because a firewall may close the port of a new replica.
-        assert await pool._wire_for(Ticket(1, 1, 1)) is None
+        assert await pool._wire_for(Ticket(1, 1, 1), is_large=False) is None
 
     stream(scenario)
