@@ -63,7 +63,7 @@ def _all_find_room(pools: Sequence[tuple[int, int, int]], cards: Sequence[int], 
             room = [
                 (sign * sum(left), node)
                 for node, left in enumerate(free)
-                if on_node[node] < most and (left.count(10_000) >= share // 10_000 if whole else max(left) >= share)
+                if on_node[node] < most and (left.count(10_000) >= share // 10_000 if whole else max(left, default=0) >= share)
             ]
             if not room:
                 return False

@@ -300,6 +300,7 @@ def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
     assert not finds_room(halves, [1, 1])
     assert finds_room([(share - 1000, *rest) for share, *rest in halves], [2])
     assert not finds_room([(5000, 2, 1), (4000, 1, 1)], [1])
+    assert finds_room([(4894, 1, 1)], [0, 1])  # whole-card replicas have taken all cards of the first node
     assert finds_room([(5000, 2, 1), (5000, 2, 1)], [1, 1])
     assert finds_room([(10_000, 1, 1)], [1])
     two_hosts = (CPU, replace(CPU, name="older"))  # Ray does not count host memory, so one node may get both models
