@@ -42,7 +42,7 @@ def gemm_hopper(
     """Returns x W^T in 16 bits.
 
     Args:
-        x: [M, K]; weight: [N, K], of the same dtype: bf16, fp16, e4m3 or int8. Rows begin at multiples of 16 bytes.
+        x: [M, K]; weight: [N, K], of the same dtype: bf16, fp16, e4m3 or int8. Rows begin at multiples of 16 bytes. 8 divides N.
         followed_by: "residual" adds the result to `residual` [M, N] in place. "swiglu" takes a weight in which eight rows of gate
             alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
@@ -61,8 +61,11 @@ def gemm_hopper(
 
 
 def block_n_of(x: Tensor, weight: Tensor, followed_by: FollowedBy) -> int | None:
-    """Returns the columns of a tile for x and weight in 16 bits. None if cuBLAS is faster, or for another chip."""
-    if not is_hopper(x.device):
+    """Returns the columns of a tile for x and weight in 16 bits. None if cuBLAS is faster, or for another chip.
+
+    None also if K or N is no multiple of 8, because TMA reads, and the kernel writes, 16 bytes at a time.
+    """
+    if not is_hopper(x.device) or x.shape[1] % 8 or len(weight) % 8:
         return None
     return best_block_n(len(x), len(weight), x.shape[1], followed_by, num_sms(x.device))
 

@@ -53,3 +53,13 @@ def test_only_hopper_has_these_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(gemm_hopper, "num_sms", lambda device: SMS)
     assert block_n_of(x, w, "swiglu") in BLOCKS_N
+
+
+@pytest.mark.parametrize(("n", "k"), [(50257, 5120), (50256, 5124)])
+def test_rows_that_are_no_multiples_of_16_bytes_go_to_cublas(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary may have any number of words."""
+    monkeypatch.setattr(gemm_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gemm_hopper, "num_sms", lambda device: SMS)
+    assert best_block_n(512, 50256, 5120, "nothing", SMS) in BLOCKS_N
+    x, w = torch.empty(512, k, dtype=torch.bfloat16, device="meta"), torch.empty(n, k, dtype=torch.bfloat16, device="meta")
+    assert block_n_of(x, w, "nothing") is None
