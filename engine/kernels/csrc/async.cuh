@@ -165,6 +165,14 @@ typedef float Sum;
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
 
+// x += A B^T by one wgmma with N columns. `a` and `b` are descriptors. If `accumulate` is 0, the old value of x is ignored.
+// The other arguments are the list of x's registers, the numbers of the operands that follow them, and the operands of x.
+#define PRODUCT(N, REGS, A, B, ACCUMULATE, ...)                                                                                \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND " {" REGS "}, " A \
+                 ", " B ", p" TAIL ";}"                                                                                        \
+                 : __VA_ARGS__                                                                                                 \
+                 : "l"(a), "l"(b), "r"(accumulate))
+
 // Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
 template <int COUNT>
 __device__ __forceinline__ void pin(Sum (&x)[COUNT]) {

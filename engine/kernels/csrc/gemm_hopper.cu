@@ -51,15 +51,8 @@ __device__ __forceinline__ void fetch_for_both(u32 shared, const TensorMap& map,
 #define OUT_112(x) OUT_96(x), OUT_16(x, 96)
 #define OUT_128(x) OUT_112(x), OUT_16(x, 112)
 
-// wgmma for tiles of `columns` columns. `a`, `b` and `add` are the names of the operands that follow the sums.
-#define PRODUCT(columns, sums, a, b, add, out)                                                                          \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" columns KIND " {" sums   \
-                 "}, " a ", " b ", p" TAIL ";}"                                                                          \
-                 : out                                                                                                   \
-                 : "l"(x_rows), "l"(w_rows), "r"(accumulate))
-
-// x += A B^T for the rows of x and W at these descriptors. If `accumulate` is 0, the old value of x is ignored.
-__device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 x_rows, u64 w_rows, int accumulate) {
+// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
+__device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 a, u64 b, int accumulate) {
 #if BLOCK_N == 128
     PRODUCT("128", REGS_64, "%64", "%65", "%66", OUT_64(x, 0));
 #elif BLOCK_N == 160
@@ -68,7 +61,8 @@ __device__ __forceinline__ void product(Sum (&x)[ACCUMULATORS], u64 x_rows, u64 
     PRODUCT("192", REGS_96, "%96", "%97", "%98", OUT_96(x));
 #elif BLOCK_N == 224
     PRODUCT("224", REGS_112, "%112", "%113", "%114", OUT_112(x));
-#elif BLOCK_N == 256
+#else
+    static_assert(BLOCK_N == 256, "products have 128, 160, 192, 224 or 256 columns");
     PRODUCT("256", REGS_128, "%128", "%129", "%130", OUT_128(x));
 #endif
 }

@@ -36,11 +36,6 @@ struct alignas(16) Shared {
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
 __device__ __forceinline__ void product(Sum (&x)[SUMS], u64 a, u64 b, int accumulate) {
-#define PRODUCT(N, REGS, A, B, ACCUMULATE, ...)                                                                                \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND " {" REGS "}, " A \
-                 ", " B ", p" TAIL ";}"                                                                                        \
-                 : __VA_ARGS__                                                                                                 \
-                 : "l"(a), "l"(b), "r"(accumulate))
 #if ROWS == 8
     PRODUCT("8", REGS_4, "%4", "%5", "%6", OUT_4(x, 0));
 #elif ROWS == 16
