@@ -22,12 +22,12 @@ _THREADS = 384
 _STEP_NS = {128: 370, 160: 484, 192: 573, 224: 667, 256: 755}
 _TILE_NS = 1300
 BLOCKS_N = tuple(_STEP_NS)
-# With more rows all tiles have about the same rate in a model's chain of products, and 256 columns have the best one.
-_MANY_ROWS, _MANY_ROWS_BLOCK_N = 1024, 256
+WIDEST = max(BLOCKS_N)
+_MANY_ROWS = 1024  # with more rows the widest tiles have the best rate in a model's chain of products
 # cuBLAS's time: flops per nanosecond and multiprocessor, and a constant. A separate kernel for SwiGLU moves bytes per nanosecond.
 _CUBLAS_FLOPS, _CUBLAS_NS, _SWIGLU_BYTES = 5700, 3100, 2400
-# With up to this many rows cuBLAS's tiles often leave a part of the chip idle. Its rate is then about this number.
-_FEW_TILES_ROWS, _CUBLAS_FLOPS_OF_FEW_TILES = 512, 4850
+# With these numbers of rows cuBLAS's tiles often leave a part of the chip idle, and cuBLAS has about this rate.
+_ROWS_OF_FEW_TILES, _CUBLAS_FLOPS_OF_FEW_TILES = range(257, 513), 4850
 
 
 def gemm_hopper(
@@ -37,7 +37,7 @@ def gemm_hopper(
     residual: Tensor | None = None,
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
-    block_n: int = 256,
+    block_n: int = WIDEST,
 ) -> Tensor:
     """Returns x W^T in 16 bits.
 
@@ -78,11 +78,11 @@ def best_block_n(m: int, n: int, k: int, followed_by: FollowedBy, sms: int) -> i
     def waves_ns(block_n: int) -> float:
         return -(-_tiles(m, n, block_n) // (sms // _CLUSTER)) * (steps * _STEP_NS[block_n] + _TILE_NS)
 
-    best = min(BLOCKS_N, key=waves_ns) if m <= _MANY_ROWS else _MANY_ROWS_BLOCK_N
+    best = min(BLOCKS_N, key=waves_ns) if m <= _MANY_ROWS else WIDEST
     flops = 2 * m * n * k
     if followed_by == "swiglu":
         cublas_ns = flops / (_CUBLAS_FLOPS * sms) + _CUBLAS_NS + 3 * m * n / _SWIGLU_BYTES
-    elif _FEW_TILES_ROWS // 2 < m <= _FEW_TILES_ROWS:
+    elif m in _ROWS_OF_FEW_TILES:
         cublas_ns = flops / (_CUBLAS_FLOPS_OF_FEW_TILES * sms)
     else:
         return None

@@ -17,7 +17,7 @@ from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines
 from engine.kernels.few_rows import box_of, few_rows_defines, few_rows_shape
-from engine.kernels.gemm_hopper import BLOCKS_N, FOLLOWED_BY, FollowedBy, gemm_hopper_defines, gemm_hopper_shared_bytes
+from engine.kernels.gemm_hopper import BLOCKS_N, FOLLOWED_BY, WIDEST, FollowedBy, gemm_hopper_defines, gemm_hopper_shared_bytes
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
@@ -162,8 +162,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     if capability == (9, 0):
         for block_n in BLOCKS_N:
             yield from (_gemm_hopper(0, followed_by, block_n) for followed_by in FOLLOWED_BY)
-        yield _gemm_hopper(1, "swiglu", max(BLOCKS_N))
-        yield from (_gemm_hopper(3, followed_by, max(BLOCKS_N)) for followed_by in FOLLOWED_BY)
+        yield _gemm_hopper(1, "swiglu", WIDEST)
+        yield from (_gemm_hopper(3, followed_by, WIDEST) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))

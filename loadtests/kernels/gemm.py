@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels.gemm_hopper import BLOCKS_N, FollowedBy, best_block_n, gemm_hopper
+from engine.kernels.gemm_hopper import BLOCKS_N, WIDEST, FollowedBy, best_block_n, gemm_hopper
 from engine.kernels.launch import num_sms
 from engine.kernels.quantize import quantize
 from engine.measure.timing import gemm_rate, seconds_of
@@ -91,9 +91,7 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
                 y = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
                 alone, theirs = seconds_of(cublas(*given, "nothing", y)), seconds_of(cublas(*given, follows, y))
                 in_16_bits = dtype == torch.bfloat16
-                mine = {
-                    each: seconds_of(ours(*given, follows, y, each)) for each in (BLOCKS_N if in_16_bits else (max(BLOCKS_N),))
-                }
+                mine = {each: seconds_of(ours(*given, follows, y, each)) for each in (BLOCKS_N if in_16_bits else (WIDEST,))}
                 chosen = best_block_n(m, n, k, follows, num_sms(given[0].device)) if in_16_bits else None
                 fastest = min(mine, key=mine.__getitem__)
                 flops = 2 * m * n * k / 1e12
