@@ -84,7 +84,7 @@ def _without_duplicates(slices: list[Slice]) -> tuple[Sequences, list[EmbedOptio
 
     Takes 0.2 us for a sequence of 3 tokens, and 8 us for one sequence of 8,192 tokens.
     """
-    sequences = Sequences.joined([part.request.packed.part(part.sequence, part.sequence + part.num_seqs) for part in slices])
+    sequences = Sequences.joined([part.request.sequences.part(part.sequence, part.sequence + part.num_seqs) for part in slices])
     options = [each for part in slices for each in [part.request.options] * part.num_seqs]
     if len(sequences) < 2:
         return sequences, options, None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -121,9 +121,9 @@ class Request(Waiting):
     several slices. It has pages from its first slice until its last slice is computed.
     """
 
-    sequences: Sequence[TokenIds]  # the same object as `packed`, whatever the caller gives
+    given: InitVar[Sequence[TokenIds]]
     options: EmbedOptions
-    packed: Sequences = field(init=False)
+    sequences: Sequences = field(init=False)
     # Progress, kept by the queue.
     num_scheduled: int = 0  # sequences that passes have taken as a whole
     num_computed: int = 0  # tokens of the next sequence that passes have taken or that were in the cache
@@ -135,12 +135,12 @@ class Request(Waiting):
     vectors: Any = None  # [n, dims] float32, from the first part on
     arrays: dict[int, list[Any]] = field(default_factory=dict)  # of each part, by the index of its first sequence
 
-    def __post_init__(self) -> None:
-        self.sequences = self.packed = Sequences.of(self.sequences)
+    def __post_init__(self, given: Sequence[TokenIds]) -> None:
+        self.sequences = Sequences.of(given)
 
     @property
     def num_tokens(self) -> int:
-        return self.packed.num_tokens
+        return self.sequences.num_tokens
 
     @property
     def num_inputs(self) -> int:
@@ -154,13 +154,13 @@ class Request(Waiting):
     def refusal(self) -> InvalidInput | None:
         if not self.sequences:
             return InvalidInput("a request without inputs")
-        if (empty := self.packed.first_empty()) is not None:
+        if (empty := self.sequences.first_empty()) is not None:
             return InvalidInput(f"input {empty} has no tokens")
         if self.pool is None:
             return None
         if self.options.outputs or not self.options.pooled:
             return InvalidInput("this model generates text; it gives one vector for an input, and no other outputs")
-        longest, most = int(self.packed.lengths.max()), self.pool.num_pages * self.pool.page_size
+        longest, most = int(self.sequences.lengths.max()), self.pool.num_pages * self.pool.page_size
         return InvalidInput(f"an input has {longest} tokens; the cache holds {most}") if longest > most else None
 
     def prepare(self, may_take_pages: bool) -> int | None:
@@ -179,7 +179,7 @@ class Request(Waiting):
         return self.num_computed
 
     def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> "Slice | None":
-        first, bounds = self.num_scheduled, self.packed.bounds
+        first, bounds = self.num_scheduled, self.sequences.bounds
         if self.pool is None:
             enough = bisect_left(bounds, bounds[first] + wanted, lo=first + 1)
             end = min(enough, len(self.sequences), first + most_seqs, bisect_right(bounds, bounds[first] + room) - 1)
@@ -222,7 +222,7 @@ class Request(Waiting):
 
     def whole(self, first: int, end: int) -> "Slice":
         """The sequences [first, end)."""
-        return Slice(self, first, 0, self.packed.bounds[end] - self.packed.bounds[first], end - first)
+        return Slice(self, first, 0, self.sequences.bounds[end] - self.sequences.bounds[first], end - first)
 
 
 class Slice(NamedTuple):
