@@ -14,7 +14,7 @@ from cluster.throughput import Rate, measured_here, pipeline_tokens_per_s, speed
 from engine.devices import compute_dtype, is_8_bits
 from engine.model.config import ModelConfig, with_kv_cache_dtype
 from engine.model.decoder import DecoderConfig
-from engine.model.footprint import body_parameters, bytes_saved, codes_of
+from engine.model.footprint import body_parameters, codes_of, language_head_bytes, language_head_form, layer_bytes_saved
 from engine.run.kv_cache import bytes_per_token, whole_pages
 from engine.run.stages import why_on_one_device
 
@@ -187,18 +187,25 @@ def _host_s(streams: int) -> float:
 def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, length: int, has_head: bool = True) -> float:
     """The device's time for a decode step of a model, or of a part of a model."""
     speed = speed_of(node)
-    wide = compute_dtype(dtype).itemsize
-    head = config.vocab_size * config.hidden_size * wide if has_head else 0
-    layers = body_parameters(config) * wide - bytes_saved(config, dtype, on_gpu=bool(node.cards))
+    wide, on_gpu = compute_dtype(dtype).itemsize, bool(node.cards)
+    head, head_values = 0, 0
+    if has_head:
+        head, head_values = language_head_bytes(config, dtype, on_gpu), config.vocab_size * config.hidden_size
+    layers = body_parameters(config) * wide - layer_bytes_saved(config, dtype, on_gpu)
     read, cached = float(layers + head), streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time.
-    multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head) / speed.gemm
-    values, code_bytes = codes_of(config, dtype, on_gpu=bool(node.cards))
+    multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head_values * wide) / speed.gemm
+    values, code_bytes = codes_of(config, dtype, on_gpu)
     if streams <= _MOST_STREAMS_IN_CODES:
         read += _CODES_READ * code_bytes
         multiplied_s += (_CODES_MULTIPLIED - 1) * streams * values * wide / speed.gemm
     else:
         read += 2 * values * wide
+    if (
+        has_head and language_head_form(config, dtype, on_gpu) is not None
+    ):  # the head reads its codes for each part of the streams
+        read += (math.ceil(streams / _MOST_STREAMS_IN_CODES) * (1 + _CODES_READ) - 1) * head
+        multiplied_s += (_CODES_MULTIPLIED - 1) * streams * head_values * wide / speed.gemm
     if not node.cards:
         return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s
     shorter, longer = sorted((read / speed.copy, multiplied_s))

@@ -5,6 +5,7 @@ from typing import Literal
 
 STRIP = 16  # rows of a matrix whose records are consecutive
 _BITS = (4, 5, 6, 8)
+MOST_BITS = max(_BITS)
 _GROUPS = (16, 32, 64, 128)  # columns that may share a scale
 _LEAST_GROUP_WITH_MORE = 32  # if the group also has a zero or a min
 

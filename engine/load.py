@@ -236,7 +236,7 @@ def _load_language_head(config: ModelConfig, said: GenerationConfig, first: Mode
     """`first`: the model that has the word embeddings. On another device, a tied head is a copy of them."""
     if said.tied:
         return LanguageHead(first.words.to(checkpoint.device), checkpoint.decodes)
-    return LanguageHead(checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
+    return LanguageHead(checkpoint.take_words("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
 
 
 def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, first: Model, checkpoint: Checkpoint) -> Head:

@@ -2,13 +2,15 @@
 
 from torch import Tensor
 
+from engine import kernels
+from engine.kernels import Packed
 from engine.model.layers.linear import Linear
 
 
 class LanguageHead:
     """Multiplies hidden states with the word embeddings, or with a matrix of its own."""
 
-    def __init__(self, weight: Tensor, decodes: bool) -> None:
+    def __init__(self, weight: Tensor | Packed, decodes: bool) -> None:
         """`weight`: [vocab_size, C]. `decodes`: as in `WeightSource`."""
         self._out = Linear.of(weight, decodes=decodes)
 
@@ -18,4 +20,5 @@ class LanguageHead:
 
     def narrow(self, hidden: Tensor) -> Tensor:
         """[B, C] -> [B, vocab_size] in the dtype of the product."""
-        return self._out(hidden)
+        weight = self._out.weight
+        return kernels.linear_packed_in_parts(hidden, weight) if isinstance(weight, Packed) else self._out(hidden)

@@ -2,7 +2,7 @@
 
 For few rows the kernels read W in its bits: `packed_rows` for up to 8 rows, `few_rows` for 9 to 32 on Hopper if W has 4 bits, and
 `packed_tiles` for up to 64 rows, or 128 if W is large. For more rows W is first written out in 16 bits, and `linear` multiplies
-it (docs/decisions/046, 062 and 066).
+it (docs/decisions/046, 062 and 066). The head of a language model is never written out (docs/decisions/068).
 """
 
 from collections.abc import Iterator
@@ -30,6 +30,20 @@ def linear_packed(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: fl
     if not _is_few(x, weight):
         return linear(x, unpacked(weight, x.dtype), norm, eps)
     return _few(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
+
+
+def linear_packed_in_parts(x: Tensor, weight: Packed) -> Tensor:
+    """x W^T, as `linear_packed` without a norm. On a GPU W is never written out: more rows are computed in parts.
+
+    This is for the head of a language model. Written out, it would take more memory than its codes save.
+    """
+    if not runs_on(x):
+        return linear_packed(x, weight)
+    y, most = x.new_empty(len(x), len(weight)), _most_rows(weight)
+    for start in range(0, len(x), most):
+        rows = slice(start, start + most)
+        _few(x[rows], weight, "nothing", y[rows])
+    return y
 
 
 def linear_packed_add(x: Tensor, weight: Packed, residual: Tensor) -> Tensor:
@@ -60,8 +74,12 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def _is_few(x: Tensor, weight: Packed) -> bool:
-    is_large = len(weight) * weight.k >= _LARGE
-    return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else _MOST_ROWS_PACKED)
+    return runs_on(x) and len(x) <= _most_rows(weight)
+
+
+def _most_rows(weight: Packed) -> int:
+    """The most rows that are multiplied with W in its bits."""
+    return _MOST_ROWS_OF_LARGE if len(weight) * weight.k >= _LARGE else _MOST_ROWS_PACKED
 
 
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from engine.codes import STRIP, Form
 
+# Values that are brought into order at a time. A head has ten times as many, and each value takes a few bytes meanwhile.
+_SLICE_VALUES = 1 << 26
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -36,8 +39,19 @@ def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None
         scales: [N, K / group] fp16.
         beside: the zeros, uint8, or the mins, fp16, like `scales`; None if the form has neither.
     """
-    (n, k), chunk = codes.shape, form.chunk
+    n, k = codes.shape
     assert form.fits(n, k), f"[{n}, {k}] in {form}"
+    strips, step = n // STRIP, max(1, _SLICE_VALUES // (STRIP * k))
+    records = torch.empty(strips, k // form.chunk, form.record_bytes // 4, dtype=torch.int32, device=codes.device)
+    for start in range(0, strips, step):
+        rows = slice(start * STRIP, (start + step) * STRIP)
+        records[start : start + step] = _records(codes[rows], form, scales[rows], None if beside is None else beside[rows])
+    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, form)
+
+
+def _records(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None) -> Tensor:
+    """The records of `pack`, [N / 16, K / chunk, ...] int32."""
+    (n, k), chunk = codes.shape, form.chunk
     strips, chunks = n // STRIP, k // chunk
     parts = [_plane(codes & 15, 4)]
     if form.bits > 4:
@@ -49,8 +63,7 @@ def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None
         numbers.append(beside.contiguous().view(torch.int16) if form.beside == "mins" else beside.to(torch.int16))
     grouped = torch.stack(numbers, dim=-1).view(strips, 2, 8, chunks, chunk // form.group, len(numbers))
     grouped = grouped.permute(0, 3, 2, 4, 5, 1).contiguous().view(torch.uint8)  # [strips, chunks, 8, groups, parts, 2 halves]
-    records = torch.cat((*parts, grouped.view(strips, chunks, -1)), dim=2).view(torch.int32)
-    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, form)
+    return torch.cat((*parts, grouped.view(strips, chunks, -1)), dim=2).view(torch.int32)
 
 
 def _plane(codes: Tensor, bits: int) -> Tensor:

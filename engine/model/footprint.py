@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from engine.codes import MOST_BITS, Form
 from engine.devices import INT4, compute_dtype, is_8_bits
 from engine.heads.classifier import Head
 from engine.heads.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
@@ -14,6 +15,7 @@ from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
 from engine.model.quantized.kept import FORM, bytes_of_codes, in_codes
+from engine.model.quantized.scheme import Gguf
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
 
@@ -143,7 +145,17 @@ def _bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
-    """The bytes that 4 or 8 bits save in the layers' matrices, compared to `compute_dtype`. 0 for other dtypes."""
+    """The bytes that codes, or 4 or 8 bits, save in the layers' matrices and the head, compared to `compute_dtype`."""
+    saved = layer_bytes_saved(config, dtype, on_gpu)
+    if _has_own_head(config):
+        saved += config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize - language_head_bytes(
+            config, dtype, on_gpu
+        )
+    return saved
+
+
+def layer_bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
+    """The same as `bytes_saved`, without the head."""
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
         return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
@@ -162,15 +174,31 @@ def codes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int
     return values, num_bytes
 
 
+def language_head_form(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> Form | None:
+    """The form in which the head's matrix stays in its codes. None: it is in `compute_dtype`.
+
+    int4 does not round a head, so codes of any number of bits stay.
+    """
+    if not isinstance(config.quantization, Gguf) or not (on_gpu and most_bits_kept(config, dtype)):
+        return None
+    return config.quantization.head
+
+
+def language_head_bytes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
+    """The bytes of the head's matrix, which may be the word embeddings."""
+    values, form = config.vocab_size * config.hidden_size, language_head_form(config, dtype, on_gpu)
+    return values * compute_dtype(dtype).itemsize if form is None else bytes_of_codes(values, form)
+
+
 def most_bits_kept(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The most bits of codes that a GPU keeps. 0: it dequantises all matrices.
+    """The most bits of codes that a GPU keeps in the layers. 0: it dequantises all matrices.
 
     Generation models keep codes, because their passes often have few rows. int4 rounds codes of more than 4 bits. No codes are
     kept in float16, which is the dtype of GPUs without the kernel's instructions.
     """
     if config.generation is None:
         return 0
-    return {torch.bfloat16: 8, INT4: 4}.get(dtype, 0)
+    return {torch.bfloat16: MOST_BITS, INT4: 4}.get(dtype, 0)
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -232,9 +260,14 @@ def num_parameters(config: ModelConfig) -> int:
     loaded = _shapes(config).num_parameters
     if config.has_end:
         loaded += dense_parameters(config) + head_parameters(config)
-    if config.generation is not None and config.has_end and not (config.generation.tied and config.has_words):
+    if _has_own_head(config):
         loaded += config.vocab_size * config.hidden_size
     return loaded + token_rows * (config.hidden_size + 1)
+
+
+def _has_own_head(config: ModelConfig) -> bool:
+    """Whether a model, or a part of a model, has a matrix of the head beside the word embeddings."""
+    return config.generation is not None and config.has_end and not (config.generation.tied and config.has_words)
 
 
 def dense_parameters(config: ModelConfig) -> int:

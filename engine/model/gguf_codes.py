@@ -13,9 +13,12 @@ from torch import Tensor
 from engine.codes import Form
 from engine.model.gguf import PLAIN, Header, StoredTensor
 from engine.model.gguf_weights import GGUFWeights
+from engine.model.quantized.kept import joined
 from engine.model.quantized.layout import Blocks, Codes
 from engine.model.quantized.scheme import Gguf
 
+# Values that are read at a time. A head has ten times as many, and each value takes a few bytes meanwhile.
+_SLICE_VALUES = 1 << 26
 # The engine has the gate and up in one matrix. They stay in their codes together or not at all.
 _TOGETHER = (("attn_q",), ("attn_k",), ("attn_v",), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
 
@@ -106,7 +109,11 @@ def read_matrix(file: GGUFWeights, name: str, to_device: Callable[[Tensor], Tens
     if place.kind not in _READERS:
         return Blocks(place.kind, (n, k), lambda: file.tensor(name))
     _, read = _READERS[place.kind]
-    return read(to_device(file.content(name).view(n, -1))).with_rows(lambda part: file.in_order(name, part))
+    rows, step = file.content(name).view(n, -1), max(1, _SLICE_VALUES // k)
+    parts = [read(to_device(rows[start : start + step])) for start in range(0, n, step)]
+    whole = parts[0] if len(parts) == 1 else joined(parts)
+    assert whole is not None, "the rows of a matrix have one form"
+    return whole.with_rows(lambda part: file.in_order(name, part))
 
 
 def described(header: Header) -> Gguf | None:
@@ -124,11 +131,13 @@ def described(header: Header) -> Gguf | None:
         kept.append(tuple(of_layer.items()))
     if values.keys() <= set(PLAIN):
         return None
-    return Gguf(tuple(kind for kind, _ in values.most_common()), sum(values.values()), tuple(kept))
+    head = [header.tensors[name] for name in ("output.weight",) if name in header.tensors]
+    kinds = tuple(kind for kind, _ in values.most_common())
+    return Gguf(kinds, sum(values.values()), tuple(kept), head=_form_of(head))
 
 
 def _form_of(parts: Sequence[StoredTensor]) -> Form | None:
-    """The form of matrices that are multiplied as one. None if they do not stay in codes."""
+    """The form of matrices that are multiplied as one. None if they do not stay in codes, or if there are none."""
     forms = {_READERS[part.kind][0] if part.kind in _READERS else None for part in parts}
     if len(forms) != 1 or (form := forms.pop()) is None:
         return None

@@ -19,9 +19,10 @@ from typing import Protocol, overload
 import torch
 from torch import Tensor
 
+from engine.codes import MOST_BITS
 from engine.devices import INT4, compute_dtype, is_integrated
 from engine.errors import ModelError
-from engine.kernels import Weight, quantize_weight
+from engine.kernels import Packed, Weight, quantize_weight
 from engine.model.gguf_codes import read_matrix
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.quantized.files import QuantizedFiles
@@ -196,6 +197,22 @@ class Checkpoint:
     def take_embedding(self, name: str, *shape: int) -> Tensor:
         """The same as `take`, for a table. Tokens read rows of a table and are not multiplied by it."""
         return self.take(name, *shape)
+
+    def take_words(self, name: str, rows: int, columns: int) -> Tensor | Packed:
+        """A table with a row for each word. If matrices may stay in their codes, it stays in codes of any number of bits.
+
+        So `--dtype int4` rounds no words.
+        """
+        if not self.most_bits_kept:
+            return self.take_embedding(name, rows, columns)
+        found = self._read(name, (rows, columns), keeps=True)
+        if isinstance(found, Tensor):
+            return self._on_device(found, self.dtype)
+        reason = why_not(found, MOST_BITS)
+        self._quantized_matrices[reason] += 1
+        if reason is None and isinstance(found, Codes):
+            return packed(found.with_rows(lambda part: part.to(self.device)))
+        return self._on_device(found.dequantized(self.dtype), self.dtype)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Several tensors stacked along their first axis into one, such as Q, K and V into one projection."""

@@ -20,6 +20,7 @@ from engine.model.footprint import (
     bytes_saved,
     dense_parameters,
     head_parameters,
+    language_head_bytes,
     num_parameters,
 )
 from engine.run import reserve
@@ -92,7 +93,7 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool, head_is_firs
     table = config.vocab_size * config.hidden_size * wide.itemsize
     head = (config.hidden_size + dense_parameters(config) + head_parameters(config)) * wide.itemsize  # the final norm first
     if config.generation is not None:
-        head += table  # the last layer's number of weights contains it
+        head += language_head_bytes(config, dtype, on_gpu)  # the last layer's number of weights contains it
     if config.n_layers > 1:  # a model of one layer is refused by its number of layers
         layers[0] -= table
         layers[-1] -= head

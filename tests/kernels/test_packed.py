@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.codes import Form
-from engine.kernels import linear_packed, linear_packed_add, linear_packed_swiglu, reference
+from engine.kernels import linear_packed, linear_packed_add, linear_packed_in_parts, linear_packed_swiglu, reference
 from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, shared_bytes_of
@@ -121,6 +121,25 @@ def test_what_lies_around(follows: FollowedBy, normed: bool, shape: PackedShape,
         weight, w = matrix(n, k, form)
         for m in (1, 7):
             check(m, weight, w, shape, torch.bfloat16, follows, normed)
+
+
+@pytest.mark.parametrize("form", [Form(16, 6), Form(32, beside="mins"), Form(32, 8), Form(32)], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(304, 256), (32768, 512)])
+def test_in_parts(monkeypatch: pytest.MonkeyPatch, n: int, k: int, form: Form) -> None:
+    """A head takes any number of rows and is never written out."""
+    weight, w = matrix(n, k, form)
+
+    def never(*_: object) -> Tensor:
+        raise AssertionError("W is written out")
+
+    monkeypatch.setattr("engine.kernels.linear_packed.unpacked", never)
+    for m in (1, 9, 64, 65, 128, 129, 320):
+        torch.manual_seed(m)
+        x = torch.randn(m, k, device=DEVICE).bfloat16()
+        with poisoned():
+            y = linear_packed_in_parts(x, weight)
+        assert_as_close_as_torch(y, F.linear(x, w.bfloat16()), F.linear(x.double(), w))
+    assert not weight.counters.any()
 
 
 FEW = [  # W's sizes and shapes of the kernel: one turn or many, a ring that holds all stages or is reused

@@ -28,6 +28,7 @@ from engine.model.gguf_weights import GGUFWeights
 from engine.model.keys import Keys
 from engine.model.quantized.kept import packed
 from engine.model.quantized.layout import Codes
+from engine.run.stages import sizes_of
 
 Tiny = Callable[..., Path]
 # Rows of Q4_K are multiples of 256 values.
@@ -131,6 +132,91 @@ def test_types_in_one_layer_may_differ(
     np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2)
 
 
+def untied_generator(tiny: Tiny, at: Path, kind: Kind, vocab_size: int = 304) -> Path:
+    """The folder of a GGUF file whose head has a matrix of its own. Layers and head have the type `kind`."""
+    folder = tiny("qwen3_lm", **SHAPE, tie_word_embeddings=False)
+    keys = Keys(folder / "config.json", json.loads((folder / "config.json").read_text()))
+    tensors = tiny_gguf.converted(folder, "qwen3", 4, 2)
+    for name in ("token_embd.weight", "output.weight"):  # the kernels take 16 rows at a time, and tiny vocabularies have 300
+        tensors[name] = np.pad(tensors[name], ((0, vocab_size - len(tensors[name])), (0, 0)))
+    kinds = {name: kind for name, each in tensors.items() if each.ndim > 1 and name != "token_embd.weight"}
+    for seed, name in enumerate(kinds):
+        tensors[name] = tiny_gguf.random_blocks(tensors[name].shape, kind, seed)
+    metadata = tiny_gguf.config_metadata(keys, "qwen3") | tiny_gguf.tokenizer_metadata(vocab_size)
+    return resolve_model(tiny_gguf.write(at / "untied.gguf", "qwen3", metadata, tensors, kinds=kinds))
+
+
+def head_of(engine: Engine) -> Any:
+    assert engine.network.language_head is not None
+    return engine.network.language_head._out.weight
+
+
+HEADS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_K, Kind.Q6_K, Kind.Q8_0], ids=lambda kind: str(kind.name))
+
+
+@HEADS
+def test_an_untied_head_stays_in_its_codes(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    folder = untied_generator(tiny, tmp_path, kind)
+    plain = Engine.load(folder, dtype="float32", device="cpu")
+    assert isinstance(head_of(plain), torch.Tensor)
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    head = head_of(engine)
+    assert isinstance(head, Packed)
+    assert f"{folder}: 15 matrices stay in their codes, none is dequantised" in caplog.text
+    exact = GGUFWeights(folder / "model.gguf").tensor("lm_head.weight")
+    torch.testing.assert_close(unpacked(head, torch.float32), exact, rtol=0, atol=1e-3 if kind in ROUNDED else 0)
+    np.testing.assert_allclose(log_probs(engine), log_probs(plain), atol=2e-2 if kind in ROUNDED else 1e-4)
+
+
+def test_a_head_whose_rows_do_not_fit_is_dequantised(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = untied_generator(tiny, tmp_path, Kind.Q6_K, vocab_size=300)
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert isinstance(head_of(engine), torch.Tensor)
+    assert "14 matrices stay in their codes, 1 with 6 bits, groups of 16, 300 x 256 values are dequantised" in caplog.text
+    assert footprint.language_head_form(load_model_config(folder), torch.bfloat16, on_gpu=True) is None
+
+
+@HEADS
+def test_the_footprint_counts_the_head(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    folder = untied_generator(tiny, tmp_path, kind)
+    config = load_model_config(folder)
+    values = config.vocab_size * config.hidden_size
+    plain = replace(config, quantization=None)
+    for dtype in (torch.bfloat16, footprint.INT4):  # int4 rounds the layers, and leaves the head as it is
+        assert footprint.language_head_bytes(config, dtype, on_gpu=False) == 2 * values
+        saved = footprint.bytes_saved(config, dtype, on_gpu=True) - footprint.layer_bytes_saved(config, dtype, on_gpu=True)
+        assert saved == 2 * values - footprint.language_head_bytes(config, dtype, on_gpu=True) > 0
+    saved = footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
+    weights = [footprint.footprint(each, torch.bfloat16, "gpu").weights for each in (plain, config)]
+    assert weights[0] - weights[1] == saved
+    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # the last stage has the head
+    assert saved == sum(footprint.bytes_saved(part, torch.bfloat16, on_gpu=True) for part in parts)
+    sizes = sizes_of(config, torch.bfloat16, on_gpu=True)
+    assert sum(sizes.layer_bytes) + sizes.words_bytes + sizes.head_bytes == 2 * footprint.num_parameters(config) - saved
+    assert footprint.language_head_bytes(config, torch.bfloat16, on_gpu=True) < sizes.head_bytes < 2 * values
+    keep_on_a_cpu(monkeypatch)
+    there = head_of(Engine.load(folder, dtype="float32", device="cpu")).records.nbytes
+    assert there == footprint.language_head_bytes(config, torch.bfloat16, on_gpu=True)
+
+
+def test_slices_of_a_matrix_give_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head is read and packed in slices of rows."""
+    for kind in (Kind.Q4_K, Kind.Q6_K, Kind.Q8_0):
+        whole = packed(stored(tmp_path, kind)[0])
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.model.gguf_codes._SLICE_VALUES", 20 * 512)
+            patch.setattr("engine.kernels.packed._SLICE_VALUES", 32 * 512)
+            assert torch.equal(packed(stored(tmp_path, kind)[0]).records, whole.records)
+
+
 @pytest.mark.parametrize(
     ("kind", "kinds", "bits"),
     [
@@ -187,6 +273,20 @@ def test_a_file_without_blocks_is_not_quantised(tiny: Tiny, tmp_path: Path) -> N
     metadata = tiny_gguf.config_metadata(keys, "qwen3") | tiny_gguf.tokenizer_metadata()
     path = tiny_gguf.write(tmp_path / "x.gguf", "qwen3", metadata, tiny_gguf.converted(folder, "qwen3", 4, 2), Kind.BF16)
     assert load_model_config(resolve_model(path)).quantization is None
+
+
+@pytest.mark.gpu
+@HEADS
+def test_a_head_in_codes_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    folder = untied_generator(tiny, tmp_path, kind)
+    exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    kept = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert isinstance(head_of(kept), Packed)
+    monkeypatch.setattr(load, "multiplies_codes", lambda device: False)
+    plain = Engine.load(folder, dtype="bfloat16", device="cuda")
+    assert isinstance(head_of(plain), torch.Tensor)
+    error, theirs = (np.median(np.abs(log_probs(each) - exact)) for each in (kept, plain))
+    assert 0 < error <= 1.25 * theirs
 
 
 @pytest.mark.gpu
