@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.codes import STRIP, Form
 
-# Values that are brought into order at a time. A head has ten times as many, and each value takes a few bytes meanwhile.
+# Values that are packed at a time. A head has ten times as many, and while it is packed each value takes several bytes.
 _SLICE_VALUES = 1 << 26
 
 

@@ -17,7 +17,7 @@ from engine.model.quantized.kept import joined
 from engine.model.quantized.layout import Blocks, Codes
 from engine.model.quantized.scheme import Gguf
 
-# Values that are read at a time. A head has ten times as many, and each value takes a few bytes meanwhile.
+# Values that are read at a time. A head has ten times as many, and while it is read each value takes several bytes.
 _SLICE_VALUES = 1 << 26
 # The engine has the gate and up in one matrix. They stay in their codes together or not at all.
 _TOGETHER = (("attn_q",), ("attn_k",), ("attn_v",), ("attn_output",), ("ffn_gate", "ffn_up"), ("ffn_down",))
