@@ -249,10 +249,11 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases_in_codes(make: Maker) -> Iterator[Case]:
-    """Products of up to 64 rows read the codes. For more rows W is written out first."""
+    """Products of up to 64 rows read the codes. For more rows W is written out first, except in parts."""
     for rows in (1, 16, 64, 300):
         for name, ours, plain, operands, n, k in (
             ("linear_packed", kernels.linear_packed, reference.linear, _normed_operands, 4096, 1024),
+            ("linear_packed_in_parts", kernels.linear_packed_in_parts, F.linear, _two_operands, 4096, 1024),
             ("linear_packed_add", kernels.linear_packed_add, _linear_add, _operands, 1024, 3072),
             ("linear_packed_swiglu", kernels.linear_packed_swiglu, _linear_swiglu, _normed_operands, 6144, 1024),
         ):
@@ -337,6 +338,11 @@ def _rope_store_in_8_bits(make: Maker, head_dim: int, codes: torch.dtype) -> Res
 def _operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:
     """x, W and a residual."""
     return make.normal(rows, k), make.normal(n, k, scale=k**-0.5), make.normal(rows, n)
+
+
+def _two_operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:
+    """x and W."""
+    return _operands(make, rows, n, k)[:2]
 
 
 def _normed_operands(make: Maker, rows: int, n: int, k: int) -> tuple[Any, ...]:
