@@ -188,24 +188,21 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     """The device's time for a decode step of a model, or of a part of a model."""
     speed = speed_of(node)
     wide, on_gpu = compute_dtype(dtype).itemsize, bool(node.cards)
+    values, code_bytes = codes_of(config, dtype, on_gpu)
     head, head_values = 0, 0
     if has_head:
         head, head_values = language_head_bytes(config, dtype, on_gpu), config.vocab_size * config.hidden_size
+        if language_head_form(config, dtype, on_gpu) is not None:
+            values, code_bytes = values + head_values, code_bytes + head
     layers = body_parameters(config) * wide - layer_bytes_saved(config, dtype, on_gpu)
     read, cached = float(layers + head), streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head_values * wide) / speed.gemm
-    values, code_bytes = codes_of(config, dtype, on_gpu)
     if streams <= _MOST_STREAMS_IN_CODES:
         read += _CODES_READ * code_bytes
         multiplied_s += (_CODES_MULTIPLIED - 1) * streams * values * wide / speed.gemm
     else:
         read += 2 * values * wide
-    if (
-        has_head and language_head_form(config, dtype, on_gpu) is not None
-    ):  # the head reads its codes for each part of the streams
-        read += (math.ceil(streams / _MOST_STREAMS_IN_CODES) * (1 + _CODES_READ) - 1) * head
-        multiplied_s += (_CODES_MULTIPLIED - 1) * streams * head_values * wide / speed.gemm
     if not node.cards:
         return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s
     shorter, longer = sorted((read / speed.copy, multiplied_s))

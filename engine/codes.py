@@ -6,6 +6,7 @@ from typing import Literal
 STRIP = 16  # rows of a matrix whose records are consecutive
 _BITS = (4, 5, 6, 8)
 MOST_BITS = max(_BITS)
+PART_VALUES = 1 << 25  # of a head that are written out in 16 bits at a time
 _GROUPS = (16, 32, 64, 128)  # columns that may share a scale
 _LEAST_GROUP_WITH_MORE = 32  # if the group also has a zero or a min
 

@@ -2,7 +2,8 @@
 
 For few rows the kernels read W in its bits: `packed_rows` for up to 8 rows, `few_rows` for 9 to 32 on Hopper if W has 4 bits, and
 `packed_tiles` for up to 64 rows, or 128 if W is large. For more rows W is first written out in 16 bits, and `linear` multiplies
-it (docs/decisions/046, 062 and 066). The head of a language model is never written out (docs/decisions/068).
+it (docs/decisions/046, 062 and 066). Of the head of a language model a part is written out
+at a time (docs/decisions/068).
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from engine.codes import PART_VALUES, STRIP
 from engine.kernels import reference
 from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
@@ -33,16 +35,15 @@ def linear_packed(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: fl
 
 
 def linear_packed_in_parts(x: Tensor, weight: Packed) -> Tensor:
-    """x W^T, as `linear_packed` without a norm. On a GPU W is never written out: more rows are computed in parts.
+    """x W^T, as `linear_packed` without a norm. For many rows a part of W is written out at a time.
 
-    This is for the head of a language model. Written out, it would take more memory than its codes save.
+    This is for the head of a language model. All of it would take more memory in 16 bits than its codes save.
     """
-    if not runs_on(x):
+    if not runs_on(x) or _is_few(x, weight):
         return linear_packed(x, weight)
-    y, most = x.new_empty(len(x), len(weight)), _most_rows(weight)
-    for start in range(0, len(x), most):
-        rows = slice(start, start + most)
-        _few(x[rows], weight, "nothing", y[rows])
+    y, rows = x.new_empty(len(x), len(weight)), max(1, PART_VALUES // (STRIP * weight.k)) * STRIP
+    for part, to in zip(weight.split(rows), y.split(rows, dim=1), strict=True):
+        torch.mm(x, unpacked(part, x.dtype).t(), out=to)
     return y
 
 
@@ -74,12 +75,8 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def _is_few(x: Tensor, weight: Packed) -> bool:
-    return runs_on(x) and len(x) <= _most_rows(weight)
-
-
-def _most_rows(weight: Packed) -> int:
-    """The most rows that are multiplied with W in its bits."""
-    return _MOST_ROWS_OF_LARGE if len(weight) * weight.k >= _LARGE else _MOST_ROWS_PACKED
+    is_large = len(weight) * weight.k >= _LARGE
+    return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else _MOST_ROWS_PACKED)
 
 
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:

@@ -1,5 +1,6 @@
 """Matrices in 4, 5, 6 or 8 bits, in the order in which the kernels read them (csrc/codes.cuh)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ class Packed:
     @property
     def nbytes(self) -> int:
         return self.records.nbytes + self.counters.nbytes
+
+    def split(self, rows: int) -> Iterator["Packed"]:
+        """Yields W in parts of `rows` rows, a multiple of 16. They share W's memory. The last one may have fewer rows."""
+        assert rows % STRIP == 0, rows
+        for records, counters in zip(self.records.split(rows // STRIP), self.counters.split(rows // STRIP), strict=True):
+            yield Packed(records, counters, self.k, self.form)
 
 
 def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None) -> Packed:

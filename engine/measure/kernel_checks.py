@@ -249,7 +249,7 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases_in_codes(make: Maker) -> Iterator[Case]:
-    """Products of up to 64 rows read the codes. For more rows W is written out first, except in parts."""
+    """Products of up to 64 rows read the codes. For more rows W is written out, whole or in parts."""
     for rows in (1, 16, 64, 300):
         for name, ours, plain, operands, n, k in (
             ("linear_packed", kernels.linear_packed, reference.linear, _normed_operands, 4096, 1024),

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from engine.codes import MOST_BITS, Form
+from engine.codes import MOST_BITS, PART_VALUES, Form
 from engine.devices import INT4, compute_dtype, is_8_bits
 from engine.heads.classifier import Head
 from engine.heads.splade import CHUNK_BYTES, Splade, most_splade_seqs, splade_width
@@ -106,8 +106,7 @@ def footprint(
     weights = num_parameters(config) * wide.itemsize if weight_bytes is None else weight_bytes
     weights += family.table_bytes(config) + head_parameters(config) * (4 - wide.itemsize)  # a head is in fp32
     weights -= bytes_saved(config, dtype, kind != "cpu")
-    has_codes = codes_of(config, dtype, kind != "cpu")[0] > 0
-    unpacked = _shapes(config).most_quantized * wide.itemsize if has_codes else 0
+    unpacked = _most_unpacked(config, dtype, kind != "cpu") * wide.itemsize
     workspace = longest * per_token + vectors + unpacked
     cache = 0
     if generates:
@@ -188,6 +187,13 @@ def language_head_bytes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -
     """The bytes of the head's matrix, which may be the word embeddings."""
     values, form = config.vocab_size * config.hidden_size, language_head_form(config, dtype, on_gpu)
     return values * compute_dtype(dtype).itemsize if form is None else bytes_of_codes(values, form)
+
+
+def _most_unpacked(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
+    """The most values in codes that a pass writes out in 16 bits at a time."""
+    in_layers = _shapes(config).most_quantized if codes_of(config, dtype, on_gpu)[0] else 0
+    has_head = _has_own_head(config) and language_head_form(config, dtype, on_gpu) is not None
+    return max(in_layers, PART_VALUES if has_head else 0)
 
 
 def most_bits_kept(config: ModelConfig, dtype: torch.dtype) -> int:
