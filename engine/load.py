@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import Tensor
 
 from engine.devices import choose_device, choose_dtype, compute_dtype, current, multiplies_codes
 from engine.errors import ModelError
@@ -134,6 +135,7 @@ def load(
         head = [] if config.head is None else [_load_head(config, config.head, first, checkpoint)]
         vector_head: VectorHead
         if config.splade is not None and family.masked_lm is not None:
+            assert isinstance(model.words, Tensor), _IN_CODES
             vector_head = Splade(config, checkpoint, family.masked_lm, model.words)
         else:
             dense = [_load_dense(each, folder, device, wide) for each in config.dense]
@@ -232,6 +234,10 @@ def _load_dense(config: DenseConfig, folder: Path, device: torch.device, dtype: 
     return layer
 
 
+# Only generation models have words in codes (`most_bits_kept`). They have neither SPLADE nor a classifier's head.
+_IN_CODES = "only generation models have words in codes"
+
+
 def _load_language_head(config: ModelConfig, said: GenerationConfig, first: Model, checkpoint: Checkpoint) -> LanguageHead:
     """`first`: the model that has the word embeddings. On another device, a tied head is a copy of them."""
     if said.tied:
@@ -245,4 +251,5 @@ def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, first: Mo
         return Head.load(config, head, checkpoint)
     shape = (config.vocab_size, config.hidden_size)
     table = first.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape)
+    assert isinstance(table, Tensor), _IN_CODES
     return Head.of_words(head, table, checkpoint.device)

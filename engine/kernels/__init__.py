@@ -7,7 +7,7 @@ from engine.draws import choices_of
 from engine.kernels.activation import geglu, gelu, swiglu
 from engine.kernels.attention import attention
 from engine.kernels.attention_decode import attention_decode
-from engine.kernels.embed import embed
+from engine.kernels.embed import embed, embed_packed
 from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
 from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
 from engine.kernels.linear_packed import linear_packed, linear_packed_add, linear_packed_in_parts, linear_packed_swiglu
@@ -22,8 +22,8 @@ from engine.kernels.sample import sample
 Weight = MaybeQuantized | Packed  # of a layer
 
 __all__ = [
-    "MaybeQuantized", "Packed", "Quantized", "Weight", "attention", "attention_decode", "choices_of", "embed", "geglu", "gelu",
-    "interleaved", "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add", "linear_packed",
-    "linear_packed_add", "linear_packed_in_parts", "linear_packed_swiglu", "linear_swiglu", "norm_rope", "paged_attention",
-    "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
+    "MaybeQuantized", "Packed", "Quantized", "Weight", "attention", "attention_decode", "choices_of", "embed", "embed_packed",
+    "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add",
+    "linear_packed", "linear_packed_add", "linear_packed_in_parts", "linear_packed_swiglu", "linear_swiglu", "norm_rope",
+    "paged_attention", "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
 ]  # fmt: skip

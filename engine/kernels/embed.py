@@ -1,12 +1,14 @@
-"""Embedding gather."""
+"""Embedding gather, from a table in 16 bits or in codes."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from engine.codes import Form
 from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, runs_on
+from engine.kernels.packed import Packed
 
 THREADS, PER_THREAD = 256, 4
 
@@ -34,9 +36,35 @@ def embed(
     return out
 
 
+def embed_packed(token_ids: Tensor, words: Packed, dtype: torch.dtype, last: Tensor | None = None) -> Tensor:
+    """Returns the rows `token_ids` of `words`, each value rounded once.
+
+    Args:
+        token_ids, last: as in `embed`.
+        dtype: of the result.
+    Returns: [T, C].
+    """
+    if not runs_on(words.records):
+        return reference.embed_packed(token_ids, words.records, words.form, dtype, last)
+    out = torch.empty(len(token_ids), words.k, dtype=dtype, device=words.records.device)
+    kernel = _packed_kernel(words.form, dtype, words.records.device, last is not None)
+    grid = -(-len(token_ids) * words.k // (16 * THREADS))
+    kernel(grid, token_ids, words.records, last, out, len(token_ids), len(words), words.k, 0 if last is None else len(last))
+    return out
+
+
 @cache
 def _kernel(width: int, positions: bool, dtype: torch.dtype, device: torch.device, last: bool = False) -> Kernel:
     return Kernel("embed", "embed", embed_defines(width, positions, dtype, last), device, THREADS)
+
+
+@cache
+def _packed_kernel(form: Form, dtype: torch.dtype, device: torch.device, last: bool) -> Kernel:
+    return Kernel("embed_packed", "embed_packed", embed_packed_defines(form, dtype, last), device, THREADS)
+
+
+def embed_packed_defines(form: Form, dtype: torch.dtype, last: bool) -> dict[str, int]:
+    return {**form.defines, "LAST": int(last), "THREADS": THREADS, "HALF": half(dtype)}
 
 
 def embed_defines(width: int, positions: bool, dtype: torch.dtype, last: bool = False) -> dict[str, int]:

@@ -42,8 +42,8 @@ def linear_packed_in_parts(x: Tensor, weight: Packed) -> Tensor:
     if not runs_on(x) or _is_few(x, weight):
         return linear_packed(x, weight)
     y, rows = x.new_empty(len(x), len(weight)), max(1, PART_VALUES // (STRIP * weight.k)) * STRIP
-    for part, to in zip(weight.split(rows), y.split(rows, dim=1), strict=True):
-        torch.mm(x, unpacked(part, x.dtype).t(), out=to)
+    for start, part in zip(range(0, len(weight), rows), weight.split(rows), strict=True):
+        torch.mm(x, unpacked(part, x.dtype).t(), out=y[:, start : start + rows])
     return y
 
 

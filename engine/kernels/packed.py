@@ -31,11 +31,15 @@ class Packed:
     def nbytes(self) -> int:
         return self.records.nbytes + self.counters.nbytes
 
+    def to(self, device: torch.device) -> "Packed":
+        return Packed(self.records.to(device), self.counters.to(device), self.k, self.form)
+
     def split(self, rows: int) -> Iterator["Packed"]:
         """Yields W in parts of `rows` rows, a multiple of 16. They share W's memory. The last one may have fewer rows."""
         assert rows % STRIP == 0, rows
-        for records, counters in zip(self.records.split(rows // STRIP), self.counters.split(rows // STRIP), strict=True):
-            yield Packed(records, counters, self.k, self.form)
+        for start in range(0, len(self), rows):
+            strips = slice(start // STRIP, (start + rows) // STRIP)
+            yield Packed(self.records[strips], self.counters[strips], self.k, self.form)
 
 
 def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None) -> Packed:

@@ -21,6 +21,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return weight * wide.to(x.dtype)
 
 
+def embed_packed(token_ids: Tensor, records: Tensor, form: Form, dtype: torch.dtype, last: Tensor | None = None) -> Tensor:
+    """`embed_packed` of `Packed.records`."""
+    if last is not None:
+        token_ids = torch.where(token_ids < 0, last[(-1 - token_ids).clamp(min=0)], token_ids)
+    strips = unpack(records[token_ids // 16], form, dtype)  # [16 T, K]
+    return strips[torch.arange(len(token_ids), device=records.device) * 16 + token_ids % 16]
+
+
 def layer_norm(
     x: Tensor, weight: Tensor, shift: Tensor, eps: float, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:

@@ -15,7 +15,7 @@ from engine.kernels.attention import attention_defines
 from engine.kernels.attention_decode import DECODE_SHAPES, DECODE_SHAPES_8, attention_decode_defines
 from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
-from engine.kernels.embed import embed_defines
+from engine.kernels.embed import embed_defines, embed_packed_defines
 from engine.kernels.few_rows import box_of, few_rows_defines, few_rows_shape
 from engine.kernels.gemm_hopper import BLOCKS_N, FOLLOWED_BY, WIDEST, FollowedBy, gemm_hopper_defines, gemm_hopper_shared_bytes
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
@@ -175,6 +175,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
     yield Variant("embed", "C 1024, last tokens", embed_defines(1024, False, dtype, last=True))
+    for form in (Form(32, beside="mins"), Form(16, 6), Form(32, 8)):
+        yield Variant("embed_packed", f"{form}, last tokens", embed_packed_defines(form, dtype, last=True))
     for logits in (torch.float32, dtype):
         for vector in (True, False):
             label = f"{'fp32' if logits == torch.float32 else '16-bit'} logits{', any V' * (not vector)}"

@@ -19,6 +19,7 @@ from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.linear_packed import unpacked
+from engine.kernels.packed import Packed
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
 from engine.model.quantized.kept import packed, to_four_bits
@@ -261,6 +262,8 @@ def cases_in_codes(make: Maker) -> Iterator[Case]:
             yield Case(name, f"{rows} x {k} x {n}", partial(_linear_packed, make, ours, plain, given))
         for form in _OTHER_FORMS if rows in (1, 64) else ():
             yield Case("linear_packed", f"{rows} x 1024 x 4096, {form}", partial(_linear_of_form, make, rows, 4096, 1024, form))
+    for form in _OTHER_FORMS:
+        yield Case("embed_packed", f"{_NUM_TOKENS} x 1024, {form}", partial(_embed_packed, make, 512, 1024, form))
 
 
 def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
@@ -421,15 +424,25 @@ def _linear_packed(make: Maker, ours: Callable[..., Any], plain: Callable[..., A
 
 def _linear_of_form(make: Maker, rows: int, n: int, k: int, form: Form) -> Results:
     """As `_linear_packed`, with random codes."""
+    kept = _random_codes(make, n, k, form)
+    x, values = make.normal(rows, k), unpacked(kept, torch.float32)
+    low, exact = (reference.linear(each, values.to(each.dtype), None, 0.0) for each in (x, x.float()))
+    return Results(kernels.linear_packed(x, kept), low, exact)
+
+
+def _embed_packed(make: Maker, n: int, k: int, form: Form) -> Results:
+    kept, ids = _random_codes(make, n, k, form), make.numbers(np.arange(_NUM_TOKENS) % n)
+    low, exact = (reference.embed_packed(ids, kept.records, form, dtype) for dtype in (make.dtype, torch.float32))
+    return Results(kernels.embed_packed(ids, kept, make.dtype), low, exact)
+
+
+def _random_codes(make: Maker, n: int, k: int, form: Form) -> Packed:
     make.reset()
     most = 1 << form.bits
     codes = (make.normal(n, k).float() * most / 8 + most / 2).clamp(0, most - 1).to(torch.uint8)
     scales = (make.normal(n, k // form.group).float().abs() + 0.5) * 8 / most / k**0.5
     mins = -scales * most / 2 if form.beside == "mins" else None
-    kept = packed(Codes(codes, scales, form.bits, mins=mins, is_float=form.is_float))
-    x, values = make.normal(rows, k), unpacked(kept, torch.float32)
-    low, exact = (reference.linear(each, values.to(each.dtype), None, 0.0) for each in (x, x.float()))
-    return Results(kernels.linear_packed(x, kept), low, exact)
+    return packed(Codes(codes, scales, form.bits, mins=mins, is_float=form.is_float))
 
 
 def _operands_in_8_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> tuple[Quantized, Quantized]:

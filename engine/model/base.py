@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from engine.heads.splade import MaskedLMNames
+from engine.kernels import Packed
 from engine.model.config import HeadConfig, ModelConfig, SpladeConfig
 from engine.model.keys import Keys
 from engine.model.weights import WeightSource
@@ -24,7 +25,7 @@ class Model(ABC):
     biases_scores: ClassVar[bool] = False  # attention adds a bias by the distance from query to key
     eager_only: ClassVar[bool] = False  # `forward` reads batch.lengths on the host: there are no CUDA graphs and no tiles
     shares_prefixes: bool = False  # a token sees all tokens before it and no others, so equal prefixes have equal states
-    words: Tensor  # [vocab_size, hidden_size], the word embeddings; `Transformers` has none
+    words: Tensor | Packed  # [vocab_size, hidden_size], the word embeddings; `Transformers` has none
 
     @staticmethod
     @abstractmethod

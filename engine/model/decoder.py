@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypedDict
 
+import torch
 from torch import Tensor
 
 from engine import kernels
 from engine.errors import ModelError
+from engine.kernels import Packed
 from engine.model.base import Model
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.keys import DECODER, Keys, Shape, is_causal, read_shape
@@ -83,6 +85,8 @@ class Decoder(Model):
 
     layers: Sequence[DecoderLayer]
     norm: RMSNorm | None  # None for a part of a model without the end
+    dtype: torch.dtype  # of hidden states
+    hidden_size: int
 
     @staticmethod
     def peak_values(config: DecoderConfig) -> int:
@@ -106,7 +110,8 @@ class Decoder(Model):
     def _load_words(self, config: DecoderConfig, checkpoint: WeightSource) -> None:
         checkpoint.strip_prefix(("", "model."), probe="embed_tokens.weight")
         if config.has_words:
-            self.words = checkpoint.take_embedding("embed_tokens.weight", config.vocab_size, config.hidden_size)
+            self.words = checkpoint.take_words("embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.dtype, self.hidden_size = checkpoint.dtype, config.hidden_size
         self.causal = config.causal
         has_windows = any(config.layer_window(index) is not None for index in range(config.n_layers))
         self.shares_prefixes = config.causal and not has_windows
@@ -122,6 +127,8 @@ class Decoder(Model):
         return x.added() if self.norm is None else self.norm.of_sum(x)
 
     def _embedded(self, batch: PackedBatch) -> Tensor:
+        if isinstance(self.words, Packed):
+            return kernels.embed_packed(batch.token_ids, self.words, self.dtype, batch.last_tokens)
         return kernels.embed(batch.token_ids, batch.positions, self.words, last=batch.last_tokens)
 
 

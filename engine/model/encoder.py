@@ -29,6 +29,7 @@ class Encoder(Model):
     norm_name: ClassVar[str] = "embeddings.LayerNorm"
 
     layers: Sequence[EncoderLayer]
+    words: Tensor
     final_norm: LayerNorm | None = None
     score_bias: Tensor | None = None  # [H, 2 R + 1] fp32, with `biases_scores`: see `Attention`
 

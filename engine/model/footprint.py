@@ -5,6 +5,7 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from engine.codes import MOST_BITS, PART_VALUES, Form
 from engine.devices import INT4, compute_dtype, is_8_bits
@@ -144,17 +145,17 @@ def _bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
-    """The bytes that codes, or 4 or 8 bits, save in the layers' matrices and the head, compared to `compute_dtype`."""
-    saved = layer_bytes_saved(config, dtype, on_gpu)
+    """The bytes that codes, or 4 or 8 bits, save in the layers' matrices and the words, compared to `compute_dtype`."""
+    saved, wide = layer_bytes_saved(config, dtype, on_gpu), config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize
+    if config.has_words:
+        saved += wide - word_bytes(config, dtype, on_gpu)
     if _has_own_head(config):
-        saved += config.vocab_size * config.hidden_size * compute_dtype(dtype).itemsize - language_head_bytes(
-            config, dtype, on_gpu
-        )
+        saved += wide - language_head_bytes(config, dtype, on_gpu)
     return saved
 
 
 def layer_bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
-    """The same as `bytes_saved`, without the head."""
+    """The same as `bytes_saved`, without the word embeddings and the head."""
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
         return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
@@ -173,26 +174,40 @@ def codes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int
     return values, num_bytes
 
 
-def language_head_form(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> Form | None:
-    """The form in which the head's matrix stays in its codes. None: it is in `compute_dtype`.
+def word_bytes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
+    """The bytes of the word embeddings."""
+    kept = _kept_words(config, dtype, on_gpu)
+    return _table_bytes(config, dtype, None if kept is None else kept.words)
 
-    int4 does not round a head, so codes of any number of bits stay.
-    """
-    if not isinstance(config.quantization, Gguf) or not (on_gpu and most_bits_kept(config, dtype)):
+
+def language_head_form(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> Form | None:
+    """The form in which the head's matrix stays in its codes. None: it is in `compute_dtype`."""
+    kept = _kept_words(config, dtype, on_gpu)
+    if kept is None or config.generation is None:
         return None
-    return config.quantization.head
+    return kept.words if config.generation.tied else kept.head
 
 
 def language_head_bytes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
     """The bytes of the head's matrix, which may be the word embeddings."""
-    values, form = config.vocab_size * config.hidden_size, language_head_form(config, dtype, on_gpu)
+    return _table_bytes(config, dtype, language_head_form(config, dtype, on_gpu))
+
+
+def _kept_words(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> Gguf | None:
+    """The checkpoint whose words stay in their codes. int4 does not round words, so codes of any number of bits stay."""
+    return config.quantization if isinstance(config.quantization, Gguf) and on_gpu and most_bits_kept(config, dtype) else None
+
+
+def _table_bytes(config: ModelConfig, dtype: torch.dtype, form: Form | None) -> int:
+    """The bytes of a matrix with a row for each word. `form`: of its codes, None if it is in `compute_dtype`."""
+    values = config.vocab_size * config.hidden_size
     return values * compute_dtype(dtype).itemsize if form is None else bytes_of_codes(values, form)
 
 
 def _most_unpacked(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
     """The most values in codes that a pass writes out in 16 bits at a time."""
     in_layers = _shapes(config).most_quantized if codes_of(config, dtype, on_gpu)[0] else 0
-    has_head = _has_own_head(config) and language_head_form(config, dtype, on_gpu) is not None
+    has_head = config.has_end and language_head_form(config, dtype, on_gpu) is not None
     return max(in_layers, PART_VALUES if has_head else 0)
 
 
@@ -308,6 +323,7 @@ def _shapes(config: ModelConfig) -> ShapeCounter:
     family = family_of(config)
     network = family(config, shapes)
     if config.splade is not None and family.masked_lm is not None:
+        assert isinstance(network.words, Tensor), "a counter gives tensors"
         Splade(config, shapes, family.masked_lm, network.words)
         shapes.num_multiplied += config.splade.tied * config.vocab_size * config.hidden_size  # the tied table is a layer, too
     return shapes

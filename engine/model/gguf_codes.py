@@ -131,9 +131,11 @@ def described(header: Header) -> Gguf | None:
         kept.append(tuple(of_layer.items()))
     if values.keys() <= set(PLAIN):
         return None
-    head = [header.tensors[name] for name in ("output.weight",) if name in header.tensors]
     kinds = tuple(kind for kind, _ in values.most_common())
-    return Gguf(kinds, sum(values.values()), tuple(kept), head=_form_of(head))
+    words, head = (
+        _form_of([header.tensors[name]] if name in header.tensors else []) for name in ("token_embd.weight", "output.weight")
+    )
+    return Gguf(kinds, sum(values.values()), tuple(kept), words, head)
 
 
 def _form_of(parts: Sequence[StoredTensor]) -> Form | None:

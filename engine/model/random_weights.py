@@ -32,6 +32,9 @@ class RandomWeights:
     def take_embedding(self, name: str, *shape: int) -> Tensor:
         return self.take(name, *shape)
 
+    def take_words(self, name: str, rows: int, columns: int) -> Tensor:
+        return self.take(name, rows, columns)
+
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
 

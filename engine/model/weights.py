@@ -52,6 +52,8 @@ class WeightSource(Protocol):
 
     def take_embedding(self, name: str, *shape: int) -> Tensor: ...
 
+    def take_words(self, name: str, rows: int, columns: int) -> Tensor | Packed: ...
+
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | Codes: ...
@@ -86,6 +88,9 @@ class ShapeCounter:
     def take_embedding(self, name: str, *shape: int) -> Tensor:
         self.num_parameters += math.prod(shape)
         return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def take_words(self, name: str, rows: int, columns: int) -> Tensor:
+        return self.take_embedding(name, rows, columns)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.errors import BackendError, EngineStopped
 from engine.model.config import OutputName
+from engine.model.decoder import Decoder
 from engine.options import EmbedOptions, TokenIds
 from engine.run.batch import PackedBatch
 from engine.run.cuda import Staging
@@ -72,8 +73,8 @@ class RingStreams(StreamRunner):
         self._first = StageLayers(network.model, packer, cache, self._last)
         self._ring, self.num_stages, self.passes_in_flight = ring, ring.num_stages, ring.num_stages + 1
         self._foreseen = Foreseen(cache.num_pages)
-        words = network.model.words
-        self._departures = Departures(device, words.shape[1], words.dtype)
+        assert isinstance(network.model, Decoder), "rings are for decoders"
+        self._departures = Departures(device, network.model.hidden_size, network.model.dtype)
         self._input: Tensor | None = None  # of all graphs, [MOST_GRAPH_ROWS, C]
         self._work = Work()  # of the pass that is being launched
         self._number = 0  # of passes sent

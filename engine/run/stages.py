@@ -22,6 +22,7 @@ from engine.model.footprint import (
     head_parameters,
     language_head_bytes,
     num_parameters,
+    word_bytes,
 )
 from engine.run import reserve
 from engine.run.fits import pass_bytes
@@ -90,7 +91,7 @@ def sizes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool, head_is_firs
         return num_parameters(part) * wide.itemsize - bytes_saved(part, dtype, on_gpu)
 
     layers = [weights(index) for index in range(config.n_layers)]
-    table = config.vocab_size * config.hidden_size * wide.itemsize
+    table = word_bytes(config, dtype, on_gpu)
     head = (config.hidden_size + dense_parameters(config) + head_parameters(config)) * wide.itemsize  # the final norm first
     if config.generation is not None:
         head += language_head_bytes(config, dtype, on_gpu)  # the last layer's number of weights contains it

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.codes import Form
-from engine.kernels import linear_packed, linear_packed_add, linear_packed_in_parts, linear_packed_swiglu, reference
+from engine.kernels import (
+    embed_packed,
+    linear_packed,
+    linear_packed_add,
+    linear_packed_in_parts,
+    linear_packed_swiglu,
+    reference,
+)
 from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.launch import num_sms, shared_bytes_of
@@ -130,7 +138,12 @@ def test_in_parts(monkeypatch: pytest.MonkeyPatch, n: int, k: int, form: Form) -
     module = import_module("engine.kernels.linear_packed")
     monkeypatch.setattr(module, "PART_VALUES", 5 * 16 * 512)
     written = []
-    monkeypatch.setattr(module, "unpacked", lambda part, dtype: written.append(len(part)) or unpacked(part, dtype))
+
+    def noted(part: Packed, dtype: torch.dtype) -> Tensor:
+        written.append(len(part))
+        return unpack(part, dtype)
+
+    monkeypatch.setattr(module, "unpacked", noted)
     weight, w = matrix(n, k, form)
     for m in (1, 9, 64, 65, 128, 129, 320):
         torch.manual_seed(m)
@@ -140,6 +153,25 @@ def test_in_parts(monkeypatch: pytest.MonkeyPatch, n: int, k: int, form: Form) -
         assert_as_close_as_torch(y, F.linear(x, w.bfloat16()), F.linear(x.double(), w))
     assert not weight.counters.any()
     assert set(written) == ({160, 144} if n == 304 else {80, 64})
+
+
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embed_packed(form: Form, dtype: torch.dtype) -> None:
+    """Rows of the table are gathered exactly, also the last tokens of streams. An id outside gives the nearest row."""
+    for n, k in ((16, 128), (304, 2560), (8208, 256)):
+        weight, _ = matrix(n, k, form)
+        table = unpack(weight, dtype)
+        ids = torch.randint(0, n, (70,), device=DEVICE, dtype=torch.int32)
+        ids[:4], ids[60:63] = torch.arange(4), torch.tensor([-1, -3, -2])
+        last = torch.randint(0, n, (3,), device=DEVICE, dtype=torch.int32)
+        for m in (1, 3, 70):
+            with poisoned():
+                got = embed_packed(ids[-m:], weight, dtype, last)
+            given = torch.where(ids < 0, last[(-1 - ids).clamp(min=0)], ids)
+            assert torch.equal(got, table[given[-m:]]), (n, k, m)
+        outside = torch.tensor([n, 1 << 30, -1], device=DEVICE, dtype=torch.int32)
+        assert torch.equal(embed_packed(outside, weight, dtype), table[[n - 1, n - 1, 0]])
 
 
 FEW = [  # W's sizes and shapes of the kernel: one turn or many, a ring that holds all stages or is reused

@@ -132,18 +132,24 @@ def test_types_in_one_layer_may_differ(
     np.testing.assert_allclose(log_probs(engine), expected, atol=2e-2)
 
 
-def untied_generator(tiny: Tiny, at: Path, kind: Kind, vocab_size: int = 304) -> Path:
-    """The folder of a GGUF file whose head has a matrix of its own. Layers and head have the type `kind`."""
-    folder = tiny("qwen3_lm", **SHAPE, tie_word_embeddings=False)
+def with_words(
+    tiny: Tiny, at: Path, kind: Kind, tied: bool, words: Kind | None = None, family: str = "qwen3", vocab_size: int = 304
+) -> Path:
+    """The folder of a GGUF file with random blocks in the layers and the word embeddings, and in the head if it is not tied.
+
+    `words`: the type of the word embeddings, if it is another one than `kind`.
+    """
+    folder = tiny(f"{family}_lm", **SHAPE, tie_word_embeddings=tied)
     keys = Keys(folder / "config.json", json.loads((folder / "config.json").read_text()))
-    tensors = tiny_gguf.converted(folder, "qwen3", 4, 2)
-    for name in ("token_embd.weight", "output.weight"):  # the kernels take 16 rows at a time, and tiny vocabularies have 300
+    tensors = tiny_gguf.converted(folder, family, 4, 2)
+    for name in {"token_embd.weight", "output.weight"} & tensors.keys():  # the kernels take 16 rows at a time, tiny ones have 300
         tensors[name] = np.pad(tensors[name], ((0, vocab_size - len(tensors[name])), (0, 0)))
-    kinds = {name: kind for name, each in tensors.items() if each.ndim > 1 and name != "token_embd.weight"}
-    for seed, name in enumerate(kinds):
-        tensors[name] = tiny_gguf.random_blocks(tensors[name].shape, kind, seed)
-    metadata = tiny_gguf.config_metadata(keys, "qwen3") | tiny_gguf.tokenizer_metadata(vocab_size)
-    return resolve_model(tiny_gguf.write(at / "untied.gguf", "qwen3", metadata, tensors, kinds=kinds))
+    kinds = {name: kind for name, each in tensors.items() if each.ndim > 1}
+    kinds["token_embd.weight"] = words or kind
+    for seed, (name, its) in enumerate(kinds.items()):
+        tensors[name] = tiny_gguf.random_blocks(tensors[name].shape, its, seed)
+    metadata = tiny_gguf.config_metadata(keys, family) | tiny_gguf.tokenizer_metadata(vocab_size)
+    return resolve_model(tiny_gguf.write(at / f"{family}.gguf", family, metadata, tensors, kinds=kinds))
 
 
 def head_of(engine: Engine) -> Any:
@@ -151,60 +157,97 @@ def head_of(engine: Engine) -> Any:
     return engine.network.language_head._out.weight
 
 
+def words_of(engine: Engine) -> Any:
+    return engine.network.model.words
+
+
 HEADS = pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_K, Kind.Q6_K, Kind.Q8_0], ids=lambda kind: str(kind.name))
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "a head of its own"])
 
 
 @HEADS
-def test_an_untied_head_stays_in_its_codes(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind
+@TIED
+def test_words_and_head_stay_in_their_codes(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Kind, tied: bool
 ) -> None:
-    folder = untied_generator(tiny, tmp_path, kind)
+    folder = with_words(tiny, tmp_path, kind, tied)
     plain = Engine.load(folder, dtype="float32", device="cpu")
     assert isinstance(head_of(plain), torch.Tensor)
+    assert isinstance(words_of(plain), torch.Tensor)
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
         engine = Engine.load(folder, dtype="float32", device="cpu")
-    head = head_of(engine)
-    assert isinstance(head, Packed)
-    assert f"{folder}: 15 matrices stay in their codes, none is dequantised" in caplog.text
-    exact = GGUFWeights(folder / "model.gguf").tensor("lm_head.weight")
-    torch.testing.assert_close(unpacked(head, torch.float32), exact, rtol=0, atol=1e-3 if kind in ROUNDED else 0)
+    head, words = head_of(engine), words_of(engine)
+    assert (head.records is words.records) == tied
+    assert f"{folder}: {15 if tied else 16} matrices stay in their codes, none is dequantised" in caplog.text
+    file = GGUFWeights(folder / "model.gguf")
+    for name, kept in (("model.embed_tokens.weight", words), *(() if tied else (("lm_head.weight", head),))):
+        assert isinstance(kept, Packed)
+        exact = file.tensor(name)
+        torch.testing.assert_close(unpacked(kept, torch.float32), exact, rtol=0, atol=1e-3 if kind in ROUNDED else 0)
     np.testing.assert_allclose(log_probs(engine), log_probs(plain), atol=2e-2 if kind in ROUNDED else 1e-4)
 
 
-def test_a_head_whose_rows_do_not_fit_is_dequantised(
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_words_of_other_families(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Gemma multiplies the embedded words by a number. Its head has the words without this number."""
+    folder = with_words(tiny, tmp_path, Kind.Q8_0, True, family=family)
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert isinstance(words_of(engine), Packed)
+    np.testing.assert_allclose(log_probs(engine), expected, atol=1e-4)
+
+
+def test_words_that_do_not_fit_are_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = untied_generator(tiny, tmp_path, Kind.Q6_K, vocab_size=300)
+    folder = with_words(tiny, tmp_path, Kind.Q6_K, False, vocab_size=300)
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
         engine = Engine.load(folder, dtype="float32", device="cpu")
     assert isinstance(head_of(engine), torch.Tensor)
-    assert "14 matrices stay in their codes, 1 with 6 bits, groups of 16, 300 x 256 values are dequantised" in caplog.text
-    assert footprint.language_head_form(load_model_config(folder), torch.bfloat16, on_gpu=True) is None
+    assert isinstance(words_of(engine), torch.Tensor)
+    assert "14 matrices stay in their codes, 2 with 6 bits, groups of 16, 300 x 256 values are dequantised" in caplog.text
+    config = load_model_config(folder)
+    assert footprint.language_head_form(config, torch.bfloat16, on_gpu=True) is None
+    assert footprint.word_bytes(config, torch.bfloat16, on_gpu=True) == 2 * 300 * 256
 
 
 @HEADS
-def test_the_footprint_counts_the_head(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
-    folder = untied_generator(tiny, tmp_path, kind)
+@TIED
+def test_the_footprint_counts_words_and_head(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, tied: bool
+) -> None:
+    folder = with_words(tiny, tmp_path, kind, tied, Kind.Q4_0)
     config = load_model_config(folder)
     values = config.vocab_size * config.hidden_size
     plain = replace(config, quantization=None)
-    for dtype in (torch.bfloat16, footprint.INT4):  # int4 rounds the layers, and leaves the head as it is
-        assert footprint.language_head_bytes(config, dtype, on_gpu=False) == 2 * values
+    num_tables = 1 if tied else 2
+
+    def kept_bytes(dtype: torch.dtype, on_gpu: bool = True) -> int:
+        words, head = (each(config, dtype, on_gpu) for each in (footprint.word_bytes, footprint.language_head_bytes))
+        return words if tied else words + head
+
+    for dtype in (torch.bfloat16, footprint.INT4):  # int4 rounds the layers, and leaves the words as they are
+        assert kept_bytes(dtype, on_gpu=False) == 2 * num_tables * values
         saved = footprint.bytes_saved(config, dtype, on_gpu=True) - footprint.layer_bytes_saved(config, dtype, on_gpu=True)
-        assert saved == 2 * values - footprint.language_head_bytes(config, dtype, on_gpu=True) > 0
+        assert saved == 2 * num_tables * values - kept_bytes(dtype) > 0
     saved = footprint.bytes_saved(config, torch.bfloat16, on_gpu=True)
     weights = [footprint.footprint(each, torch.bfloat16, "gpu").weights for each in (plain, config)]
     assert weights[0] - weights[1] == saved
-    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # the last stage has the head
-    assert saved == sum(footprint.bytes_saved(part, torch.bfloat16, on_gpu=True) for part in parts)
+    parts = [replace(config, part=range(layer, layer + 1)) for layer in range(2)]  # the last stage has the head, or a copy
+    copied = 2 * values - footprint.language_head_bytes(config, torch.bfloat16, on_gpu=True) if tied else 0
+    assert saved + copied == sum(footprint.bytes_saved(part, torch.bfloat16, on_gpu=True) for part in parts)
     sizes = sizes_of(config, torch.bfloat16, on_gpu=True)
-    assert sum(sizes.layer_bytes) + sizes.words_bytes + sizes.head_bytes == 2 * footprint.num_parameters(config) - saved
+    all_bytes = 2 * (footprint.num_parameters(config) + tied * values) - saved - copied
+    assert sum(sizes.layer_bytes) + sizes.words_bytes + sizes.head_bytes == all_bytes
+    assert sizes.words_bytes == footprint.word_bytes(config, torch.bfloat16, on_gpu=True) < 2 * values
     assert footprint.language_head_bytes(config, torch.bfloat16, on_gpu=True) < sizes.head_bytes < 2 * values
     keep_on_a_cpu(monkeypatch)
-    there = head_of(Engine.load(folder, dtype="float32", device="cpu")).records.nbytes
-    assert there == footprint.language_head_bytes(config, torch.bfloat16, on_gpu=True)
+    engine = Engine.load(folder, dtype="float32", device="cpu")
+    there = words_of(engine).records.nbytes + (0 if tied else head_of(engine).records.nbytes)
+    assert there == kept_bytes(torch.bfloat16)
 
 
 def test_slices_of_a_matrix_give_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +302,11 @@ def test_the_embedded_model_keeps_its_values() -> None:
     folder = resolve_model(EMBEDDED_GENERATOR)
     config, file = load_model_config(folder), GGUFWeights(folder / "model.gguf")
     assert config.quantization is not None
-    assert footprint.bytes_saved(config, torch.bfloat16, on_gpu=True) == footprint.num_quantized(config) * 11 // 8
+    assert footprint.layer_bytes_saved(config, torch.bfloat16, on_gpu=True) == footprint.num_quantized(config) * 11 // 8
+    words = 49_152 * 576  # in Q8_0: 17 bytes for 16 values
+    assert (
+        footprint.bytes_saved(config, torch.bfloat16, on_gpu=True) == footprint.num_quantized(config) * 11 // 8 + words * 15 // 16
+    )
     for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
         name = f"model.layers.17.{part}.weight"
         found = read_matrix(file, name, lambda rows: rows)
@@ -277,11 +324,13 @@ def test_a_file_without_blocks_is_not_quantised(tiny: Tiny, tmp_path: Path) -> N
 
 @pytest.mark.gpu
 @HEADS
-def test_a_head_in_codes_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
-    folder = untied_generator(tiny, tmp_path, kind)
+@TIED
+def test_words_in_codes_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, tied: bool) -> None:
+    folder = with_words(tiny, tmp_path, kind, tied)
     exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     kept = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert isinstance(head_of(kept), Packed)
+    assert isinstance(words_of(kept), Packed)
     monkeypatch.setattr(load, "multiplies_codes", lambda device: False)
     plain = Engine.load(folder, dtype="bfloat16", device="cuda")
     assert isinstance(head_of(plain), torch.Tensor)

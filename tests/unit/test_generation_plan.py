@@ -26,7 +26,7 @@ from engine.hub import EMBEDDED_GENERATOR, resolve_model
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
 from engine.model.folder import load_model_config
-from engine.model.footprint import MOST_STREAMS, footprint, language_head_bytes
+from engine.model.footprint import MOST_STREAMS, footprint, language_head_bytes, word_bytes
 from engine.model.quantized.scheme import Awq
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 from loadtests.predict import generated, in_codes, published
@@ -265,15 +265,16 @@ def test_an_8b_of_a_gguf_file_on_12_gb(tmp_path: Path, monkeypatch: pytest.Monke
     assert 4.6 < path.stat().st_size / GIB < 4.8  # the published file has 5.03 GB
     wide, short, small = (
         planned((SMALL,), {"model": str(path), "context": context, "streams": 1, "dtype": dtype})
-        for dtype, context in (("bfloat16", 20_480), ("bfloat16", 6144), ("int4", 20_480))
+        for dtype, context in (("bfloat16", 26_624), ("bfloat16", 6144), ("int4", 26_624))
     )
     assert "a replica needs 11.9 GiB, but small:0 has only 11.6 GiB for models" in wide.unplaced[0].why
-    assert {"dtype: int4", "context: 18944"} < set(wide.unplaced[0].ways_out)
+    assert {"dtype: int4", "context: 24832"} < set(wide.unplaced[0].ways_out)
     assert short.unplaced == small.unplaced == ()
-    assert [round(plan.footprint("m0", plan.pools[0].node_class).weights / GIB, 1) for plan in (short, small)] == [6.0, 5.6]
+    assert [round(plan.footprint("m0", plan.pools[0].node_class).weights / GIB, 1) for plan in (short, small)] == [5.2, 4.8]
     config = load_model_config(resolve_model(str(path)))
     values = config.vocab_size * config.hidden_size
     assert [language_head_bytes(config, BF16, on_gpu) for on_gpu in (False, True)] == [2 * values, values * 7 // 8]
+    assert [word_bytes(config, BF16, on_gpu) for on_gpu in (False, True)] == [2 * values, values * 5 // 8]
     in_16_bits = replace(config, quantization=replace(config.quantization, head=None))  # type: ignore[arg-type,type-var]
     rates = [decode_tokens_per_s(each, BF16, SMALL, 1, 256) for each in (in_16_bits, config)]
     assert 1.05 < rates[1] / rates[0] < 1.1, "a step of one stream reads 0.7 GB less"

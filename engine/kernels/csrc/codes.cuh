@@ -81,6 +81,14 @@ struct Words {
         high[0] = load_word(record + LOW_CODES + half * 128 + lane * 4);
 #endif
     }
+    // Loads lane `lane`'s codes of part `half` of a record in memory.
+    __device__ __forceinline__ void load(const unsigned char* record, int half, int lane) {
+        const Vec8 its = reinterpret_cast<const Vec8*>(record + half * 512)[lane];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low[i] = its.word[i];
+#pragma unroll
+        for (int i = 0; i < HIGH; ++i) high[i] = reinterpret_cast<const u32*>(record + LOW_CODES + half * 128 * HIGH)[lane * HIGH + i];
+    }
     // The bits above the low four of pair `pair`, at bits 4 and 20, among other bits.
     __device__ __forceinline__ u32 high_of(int pair) const {
         constexpr int PAIRS = 16 / (HIGH > 0 ? HIGH : 1);
@@ -122,4 +130,15 @@ struct Scales {
         minus[0] = minus_of(__byte_perm(zeros, 0, 0x1010)), minus[1] = minus_of(__byte_perm(zeros, 0, 0x3232));
     }
 };
+// The scales of row `row` and row + 8 of a record in memory, `row` from 0 to 7, for a column.
+__device__ __forceinline__ Scales scales_in_memory(const unsigned char* record, int row, int column) {
+    const u32* const its = reinterpret_cast<const u32*>(record + CODES + row * LANE_SCALES) + column / GROUP * (1 + ZEROS);
+    return Scales(its[0], ZEROS ? its[1] : MIDDLES);
+}
+// The values of a pair, rounded once.
+__device__ __forceinline__ u32 rounded(const Words& words, int pair, const Scales& scales) {
+    const u32 codes = words.values_of(pair, scales.minus[pair % 2]);
+    const float scale = scales.of[pair % 2], min = scales.mins[pair % 2];
+    return MINS ? pack(fmaf(low(codes), scale, min), fmaf(high(codes), scale, min)) : pack(low(codes) * scale, high(codes) * scale);
+}
 #endif

@@ -287,25 +287,13 @@ packed_unpack(const int* __restrict__ packed, u16* __restrict__ w, i64 records, 
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         Words words;
-        const Vec8 low_words = reinterpret_cast<const Vec8*>(from + h * 512)[lane];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words.low[i] = low_words.word[i];
-#pragma unroll
-        for (int i = 0; i < HIGH; ++i) words.high[i] = reinterpret_cast<const u32*>(from + LOW_CODES + h * 128 * HIGH)[lane * HIGH + i];
+        words.load(from, h, lane);
         u32 values[4][4];  // [word][register]
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const u32* const its = reinterpret_cast<const u32*>(from + CODES + lane / 4 * LANE_SCALES) + (h * 64 + j * 16) / GROUP * (1 + ZEROS);
-            const Scales scales(its[0], ZEROS ? its[1] : MIDDLES);
+            const Scales scales = scales_in_memory(from, lane / 4, h * 64 + j * 16);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 pair = words.values_of(4 * j + i, scales.minus[i % 2]);
-                const float scale = scales.of[i % 2], min = scales.mins[i % 2];
-                if (MINS)
-                    values[j][i] = pack(fmaf(low(pair), scale, min), fmaf(high(pair), scale, min));
-                else
-                    values[j][i] = pack(low(pair) * scale, high(pair) * scale);
-            }
+            for (int i = 0; i < 4; ++i) values[j][i] = rounded(words, 4 * j + i, scales);
         }
         // Four neighbouring lanes have pairs of 32 columns of one row. They exchange pairs, so that each has eight neighbouring
         // columns.

@@ -67,6 +67,7 @@ class Gemma3(Decoder):
         self._scale: Tensor | None = torch.tensor(config.hidden_size**0.5, dtype=checkpoint.dtype)  # rounded as in training
         if config.generation is None and config.has_words:  # a language model's head needs the unscaled table
             words, scale = self.words, self._scale
+            assert isinstance(words, Tensor), "only generation models have words in codes"
             self.words = checkpoint.derive(tuple(words.shape), lambda: words.mul_(scale))
             self._scale = None
         query_scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5

@@ -117,7 +117,8 @@ class Gguf:
     kinds: tuple[str, ...]  # ggml's names for the types of the layers' matrices, the type with the most values first
     num_values: int  # in the matrices of all layers
     kept: tuple[tuple[tuple[Form, int], ...], ...]  # for each layer: how many values can stay in codes of each form
-    head: Form | None = None  # the form in which the head's own matrix can stay
+    words: Form | None = None  # the form in which the word embeddings can stay
+    head: Form | None = None  # the form in which a head of its own can stay
 
     def __str__(self) -> str:
         return f"GGUF with {' and '.join(self.kinds)}"
