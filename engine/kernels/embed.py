@@ -44,7 +44,7 @@ def embed_packed(token_ids: Tensor, words: Packed, dtype: torch.dtype, last: Ten
         dtype: of the result.
     Returns: [T, C].
     """
-    if not runs_on(words.records):
+    if not words.records.is_cuda or dtype.itemsize != 2:
         return reference.embed_packed(token_ids, words.records, words.form, dtype, last)
     out = torch.empty(len(token_ids), words.k, dtype=dtype, device=words.records.device)
     kernel = _packed_kernel(words.form, dtype, words.records.device, last is not None)
