@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.codes import Form
 from engine.kernels import reference
-from engine.kernels.launch import Kernel, half, runs_on
+from engine.kernels.launch import Kernel, half, runs_in, runs_on
 from engine.kernels.packed import Packed
 
 THREADS, PER_THREAD = 256, 4
@@ -44,7 +44,7 @@ def embed_packed(token_ids: Tensor, words: Packed, dtype: torch.dtype, last: Ten
         dtype: of the result.
     Returns: [T, C].
     """
-    if not words.records.is_cuda or dtype.itemsize != 2:
+    if not runs_in(words.records.device, dtype):
         return reference.embed_packed(token_ids, words.records, words.form, dtype, last)
     out = torch.empty(len(token_ids), words.k, dtype=dtype, device=words.records.device)
     kernel = _packed_kernel(words.form, dtype, words.records.device, last is not None)

@@ -1,4 +1,4 @@
-"""x W^T for at most 32 rows, fused with the operations around it. Reading W from memory takes most of the time."""
+"""x W^T for at most 16 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
-MOST_ROWS = 32
-_MOST_ROWS_OF_TENSORS = 16  # more rows are faster with `gemm_skinny`, which does not take W in 4 bits
+MOST_ROWS = 16  # more rows are faster with `gemm_skinny`
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
@@ -99,12 +98,10 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    most, form = _MOST_ROWS_OF_TENSORS, None
-    if isinstance(weight, Packed):
-        most, form = MOST_ROWS, weight.form
-        if not _takes(form):
-            return None
-    if len(x) > most or x.dtype != torch.bfloat16 or not is_hopper(x.device):
+    form = weight.form if isinstance(weight, Packed) else None
+    if form is not None and not _takes(form):
+        return None
+    if len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(form))
 
@@ -152,7 +149,8 @@ def _kernel(
 
 
 def _takes(form: Form) -> bool:
-    return form.bits == 4 and not form.is_float and form.group >= 32
+    """Whether this kernel is faster than `gemm_skinny`. Each group has a mma more and a product with the scale."""
+    return form.bits == 4 and not form.is_float and form.group >= 64 and form.beside != "mins"
 
 
 def _weight_map(weight: Tensor | Packed, block_n: int) -> TensorMapDescriptor:

@@ -1,6 +1,6 @@
 """x W^T for few rows on wgmma and TMA, fused with the operation that follows, for sm_90a.
 
-For up to 64 rows reading W takes most of the time. docs/decisions/063 and 067.
+For up to 64 rows reading W takes most of the time. docs/decisions/063, 067 and 070.
 """
 
 from collections.abc import Iterator
@@ -11,18 +11,21 @@ from math import inf
 from operator import itemgetter
 
 import torch
+from cuda.core import TensorMapDescriptor
 from torch import Tensor
 
+from engine.codes import STRIP, Form
 from engine.kernels.attention_hopper import FEATURES
 from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
+from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
 # Up to so many rows of x this kernel is faster than all others.
 MOST_ROWS = {torch.bfloat16: 64, torch.float8_e4m3fn: 256, torch.int8: 512}
 _TILE = 128  # the most rows of x that a block multiplies
 _MOST_BOX_ROWS, _MOST_BLOCK_N = 256, 320
-_MOST_BLOCK_N_OF_TILE = 256  # with _TILE rows more threads would have too few registers
+_MOST_BLOCK_N_OF_TILE = 256  # with _TILE rows of x
 _SHARED_BYTES = 227 << 10  # of a multiprocessor, for the blocks that run on it at the same time
 _RESERVED_BYTES = 1024  # by the chip, for each block
 _LEAST_STAGES = 4
@@ -47,6 +50,13 @@ class _Times:
 # No single set of numbers chose well for all rows of x (docs/decisions/067).
 _OF_17_TO_64 = _Times(4200, 8500, 75, inf, 1000, 2500, 10, 8 << 10)
 _OF_OTHER_ROWS = _Times(inf, 9500, 75, 3800, 2000, 7500, 45, 12 << 10)
+# The same for codes, fitted to products of the 8B: nanoseconds of a step, values that a multiprocessor converts in a nanosecond,
+# the additional time of each bit above 4, bytes per nanosecond from the L2 cache, and nanoseconds as in _Times.
+_STEP_NS, _VALUES_PER_NS, _MORE_BIT, _CODES_CACHE = 150, 40, 0.06, 7000
+_CODES_EXCHANGE_NS, _CODES_WAVE_NS, _CODES_ROW_NS = 1500, 6000, 20
+_IN_CODES = 4  # `OPERANDS` of the kernel
+_COLUMNS_OF_CODES = 128  # of a step
+_LEAST_ROWS_OF_CODES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,7 @@ class SkinnyShape:
     split: int  # blocks that divide K
     block_n: int  # rows of W of a block
     stages: int  # boxes in flight
-    itemsize: int = 2  # bytes of a value of x and W
+    values: int | Form = 2  # bytes of a value of x and W, or the form of W's codes
 
     @property
     def boxes(self) -> int:
@@ -69,8 +79,8 @@ class SkinnyShape:
         return 128 * -(-self.block_n // 64) + 32
 
     def shared_bytes(self) -> int:
-        fixed = _fixed_bytes(self.rows, self.split, self.block_n, self.itemsize)
-        return self.stages * _stage_bytes(self.rows, self.block_n) + fixed
+        fixed = _fixed_bytes(self.rows, self.split, self.block_n, self.values)
+        return self.stages * _stage_bytes(self.rows, self.block_n, self.values) + fixed
 
 
 def padded(m: int) -> int:
@@ -78,20 +88,20 @@ def padded(m: int) -> int:
     return max(8, 1 << (m - 1).bit_length())
 
 
-def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Iterator[tuple[float, SkinnyShape]]:
+def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -> Iterator[tuple[float, SkinnyShape]]:
     """Yields the possible shapes for W [n, k], each with nanoseconds to compare. `rows`: rows of x, `padded`."""
-    columns = WIDTH // itemsize  # of a box
+    columns = _columns(values)
     if k % columns or n % 16:
         return
     row_tiles, rows = -(-rows // _TILE), min(rows, _TILE)
     times = _OF_17_TO_64 if 16 < rows <= 64 else _OF_OTHER_ROWS
     for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, 16), (1, 2)):
         boxes = -(-block_n // _MOST_BOX_ROWS)
-        steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n)
-        room = _SHARED_BYTES // together - _RESERVED_BYTES - _fixed_bytes(rows, split, block_n, itemsize)
+        steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n, values)
+        room = _SHARED_BYTES // together - _RESERVED_BYTES - _fixed_bytes(rows, split, block_n, values)
         stages = min(steps, room // stage)
         sums = rows * (block_n + 4) * 4  # which lie in the ring at the end
-        if rows == _TILE and block_n > _MOST_BLOCK_N_OF_TILE:
+        if block_n > _most_block_n(rows, values):
             continue
         if block_n % (8 * boxes) or k // columns < split or stages < min(steps, _LEAST_STAGES) or stages * stage < sums:
             continue
@@ -99,9 +109,18 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Ite
         waves = -(-tiles // (together * sms * _CLUSTERS[split] // _CLUSTERS[1]))
         in_turn = -(-tiles * split // sms) if waves == 1 else waves * together  # blocks that the busiest multiprocessor computes
         moved = steps * stage  # by a block
-        products = itemsize * steps * columns * rows * 64 * -(-block_n // 64)
+        if isinstance(values, Form):
+            if together > 1 and stages < steps:
+                continue
+            bits, beside = 8 * values.record_bytes / (STRIP * values.chunk), min(together, -(-tiles * split // sms))
+            converting = columns * 64 * -(-block_n // 64) * (1 + _MORE_BIT * (bits - 4)) / _VALUES_PER_NS
+            codes_flow = max(in_turn * steps * (_STEP_NS / beside + converting), tiles * split * moved / _CODES_CACHE)
+            codes_once = _CODES_EXCHANGE_NS * (split > 1) + _CODES_WAVE_NS * (waves - 1) + _CODES_ROW_NS * block_n
+            yield codes_flow + codes_once, SkinnyShape(rows, split, block_n, stages, values)
+            continue
+        products = values * steps * columns * rows * 64 * -(-block_n // 64)
         flow = max(
-            itemsize * n * k / times.memory,
+            values * n * k / times.memory,
             tiles * split * moved / times.cache,
             in_turn * moved / times.sm,
             in_turn * products / times.products,
@@ -109,25 +128,30 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> Ite
         if stages < steps:
             flow *= 1 + times.short_ring / (stages * stage)
         once = times.exchange_ns * (split > 1) + times.wave_ns * (waves - 1) + times.row_ns * block_n
-        yield flow + once, SkinnyShape(rows, split, block_n, stages, itemsize)
+        yield flow + once, SkinnyShape(rows, split, block_n, stages, values)
 
 
 @lru_cache
-def skinny_shape(n: int, k: int, rows: int, sms: int, itemsize: int = 2) -> SkinnyShape | None:
+def skinny_shape(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -> SkinnyShape | None:
     """Returns the fastest of the possible shapes; None if there is none."""
-    return min(skinny_shapes(n, k, rows, sms, itemsize), key=itemgetter(0), default=(0, None))[1]
+    return min(skinny_shapes(n, k, rows, sms, values), key=itemgetter(0), default=(0, None))[1]
 
 
-def skinny_shape_of(x: Tensor, weight: Tensor) -> SkinnyShape | None:
+def skinny_shape_of(x: Tensor, weight: Tensor | Packed) -> SkinnyShape | None:
     """Returns the shape for `gemm_skinny`; None if `gemm_skinny` does not take this chip, dtype, or number of rows."""
-    if len(x) > MOST_ROWS.get(x.dtype, 0) or not is_hopper(x.device):
+    most = MOST_ROWS.get(x.dtype, 0)
+    if isinstance(weight, Packed):
+        most = _TILE if x.dtype == torch.bfloat16 else 0
+    if len(x) > most or not is_hopper(x.device):
         return None
+    if isinstance(weight, Packed):
+        return skinny_shape(len(weight), weight.k, max(_LEAST_ROWS_OF_CODES, padded(len(x))), num_sms(x.device), weight.form)
     return skinny_shape(len(weight), x.shape[1], padded(len(x)), num_sms(x.device), x.element_size())
 
 
 def gemm_skinny(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     shape: SkinnyShape,
     followed_by: FollowedBy = "nothing",
     residual: Tensor | None = None,
@@ -138,18 +162,25 @@ def gemm_skinny(
 
     Args:
         x: [M, K], M up to `shape.rows`, or any if these are 128; weight: [N, K], of the same dtype: bf16, e4m3 or int8. Rows
-            begin at multiples of 16 bytes.
+            begin at multiples of 16 bytes. With a weight in codes x is in bf16.
         shape: from `skinny_shape_of`.
         followed_by, residual, row_scale, column_scale: as in `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
-    x_map, w_map = tensor_map(x, (shape.rows,)), tensor_map(weight, (shape.block_n // shape.boxes,))
+    operands, w = _weights(x, weight, shape)
     grid = shape.split * -(-n // shape.block_n) * -(-m // shape.rows)
-    kernel = _kernel(OPERANDS[x.dtype], k, shape, followed_by, x.device)
-    kernel(grid, x_map, w_map, y, row_scale, column_scale, m, n, y.stride(0))
+    kernel = _kernel(operands, k, shape, followed_by, x.device)
+    kernel(grid, tensor_map(x, (shape.rows,)), w, y, row_scale, column_scale, m, n, y.stride(0))
     return y
+
+
+def _weights(x: Tensor, weight: Tensor | Packed, shape: SkinnyShape) -> tuple[int, TensorMapDescriptor | Tensor]:
+    """Returns `OPERANDS` of the kernel, and W as its argument."""
+    if isinstance(weight, Packed):
+        return _IN_CODES, weight.records
+    return OPERANDS[x.dtype], tensor_map(weight, (shape.block_n // shape.boxes,))
 
 
 def skinny_defines(operands: int, k: int, shape: SkinnyShape, followed_by: FollowedBy) -> dict[str, int]:
@@ -162,6 +193,7 @@ def skinny_defines(operands: int, k: int, shape: SkinnyShape, followed_by: Follo
         "STAGES": shape.stages,
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "HALF": 0,
+        **(shape.values.defines if isinstance(shape.values, Form) else {}),
     }
 
 
@@ -171,15 +203,31 @@ def _kernel(operands: int, k: int, shape: SkinnyShape, followed_by: FollowedBy, 
     return Kernel("gemm_skinny", "gemm_skinny", defines, device, shape.threads, shape.shared_bytes(), FEATURES)
 
 
-def _stage_bytes(rows: int, block_n: int) -> int:
-    return (block_n + rows) * WIDTH
+def _columns(values: int | Form) -> int:
+    """Returns the columns of W in a step."""
+    return _COLUMNS_OF_CODES if isinstance(values, Form) else WIDTH // values
 
 
-def _fixed_bytes(rows: int, split: int, block_n: int, itemsize: int) -> int:
+def _most_block_n(rows: int, values: int | Form) -> int:
+    """Returns the most rows of W of a block: more threads would have too few registers."""
+    if isinstance(values, Form):
+        return {64: 256, _TILE: 128}.get(rows, _MOST_BLOCK_N)
+    return _MOST_BLOCK_N_OF_TILE if rows == _TILE else _MOST_BLOCK_N
+
+
+def _stage_bytes(rows: int, block_n: int, values: int | Form) -> int:
+    if not isinstance(values, Form):
+        return (block_n + rows) * WIDTH
+    records = block_n // STRIP * (_COLUMNS_OF_CODES // values.chunk) * values.record_bytes
+    return -(-records // 1024) * 1024 + 2 * rows * _COLUMNS_OF_CODES
+
+
+def _fixed_bytes(rows: int, split: int, block_n: int, values: int | Form) -> int:
     """Returns the bytes of shared memory beside the ring (csrc/gemm_skinny.cu).
 
     That is the sums of the cluster's blocks, the scales and the barriers, or what the last warpgroup reads behind the ring.
     """
     inbox = split * -(-rows // split) * block_n * 4 if split > 1 else block_n * 4
-    scales = 4 * (rows + block_n) if itemsize == 1 else 0
-    return max(inbox + scales + 512, (-block_n % 64 - rows) * WIDTH)
+    scales = 4 * (rows + block_n) if values == 1 else 0
+    behind = 0 if isinstance(values, Form) else (-block_n % 64 - rows) * WIDTH
+    return max(inbox + scales + 512, behind)

@@ -68,7 +68,12 @@ class Kernel:
 
 def runs_on(x: Tensor) -> bool:
     """Returns whether our kernels take this tensor: 16 bits, on a GPU. float32 on a GPU is for checks and uses the reference."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return runs_in(x.device, x.dtype)
+
+
+def runs_in(device: torch.device, dtype: torch.dtype) -> bool:
+    """The same as `runs_on`, for a result of this dtype."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
 @cache

@@ -15,7 +15,8 @@ from engine.codes import PART_VALUES, STRIP
 from engine.kernels import reference
 from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
-from engine.kernels.launch import num_sms, runs_on, shared_bytes_of
+from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
+from engine.kernels.launch import num_sms, runs_in, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 from engine.kernels.norm import rms_norm
 from engine.kernels.packed import Packed
@@ -69,7 +70,7 @@ def linear_packed_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None,
 
 def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
     """W [N, K] in `dtype`, rounded once."""
-    if weight.records.is_cuda and dtype.itemsize == 2:
+    if runs_in(weight.records.device, dtype):
         return unpack(weight, dtype)
     return reference.unpack(weight.records, weight.form, dtype)
 
@@ -87,7 +88,11 @@ def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: 
         return packed_rows(x, weight, shape, followed_by, out, norm, eps)
     if (few := few_rows_shape_of(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, few, followed_by, out, norm, eps)
-    for part, to in _parts(x if norm is None else rms_norm(x, norm, eps), weight, out):
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
+    if (skinny := skinny_shape_of(x, weight)) is not None:
+        return gemm_skinny(x, weight, skinny, followed_by, out)
+    for part, to in _parts(x, weight, out):
         tiled = tiled_shape_of(len(part), weight)
         assert tiled is not None, "fewer rows have a shape, too"
         packed_tiles(part, weight, tiled, followed_by, to)

@@ -1,4 +1,4 @@
-"""x W^T for up to 128 rows of x and W in 4 to 8 bits, by tiles of W's rows."""
+"""x W^T for up to 128 rows of x and W in 4 to 8 bits, by tiles of W's rows, with the instructions of sm_80."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.codes import STRIP, Form
-from engine.kernels.attention_hopper import FEATURES
 from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
-from engine.kernels.launch import Kernel, half, is_hopper, num_sms, shared_bytes_of
+from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 from engine.kernels.packed import Packed
 
 ROWS = (16, 32, 64, 128)  # numbers of rows of x for which kernels are compiled
@@ -30,7 +29,6 @@ class TiledShape:
     per_step: int  # records of a strip in a step
     stages: int  # steps that are in shared memory or being copied there
     blocks: int
-    wgmma: bool  # whether products use the instructions of sm_90a, not those of sm_80
 
     def shared_bytes(self, rows: int, form: Form) -> int:
         return self.stages * _stage_bytes(self.tall, self.per_step, rows, form) + _BYTES_BESIDE
@@ -42,7 +40,7 @@ def padded(m: int) -> int:
 
 
 @lru_cache
-def tiled_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int, wgmma: bool) -> TiledShape | None:
+def tiled_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int) -> TiledShape | None:
     """Returns the shape for W [n, k]. None if a block would need too many registers or too much shared memory.
 
     Args:
@@ -60,7 +58,7 @@ def tiled_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int
             tiles, steps = -(-strips // (_WARPS * tall)), k // (per_step * form.chunk)
             # With more blocks for a tile each block has fewer steps, but the tile's last block has more sums to add.
             blocks = min(sms, tiles * math.ceil(math.sqrt(steps)))
-            return TiledShape(tall, per_step, min(_MOST_STAGES, stages), blocks, wgmma)
+            return TiledShape(tall, per_step, min(_MOST_STAGES, stages), blocks)
     return None
 
 
@@ -68,7 +66,7 @@ def tiled_shape_of(m: int, weight: Packed) -> TiledShape | None:
     """Returns the shape for m rows of x, m up to 128, on the device of `weight`. None as in `tiled_shape`."""
     device = weight.records.device
     limits = num_sms(device), shared_bytes_of(device)
-    return tiled_shape(len(weight), weight.k, padded(m), weight.form, *limits, is_hopper(device))
+    return tiled_shape(len(weight), weight.k, padded(m), weight.form, *limits)
 
 
 def packed_tiles(
@@ -98,8 +96,7 @@ def _kernel(
     rows: int, form: Form, shape: TiledShape, followed_by: FollowedBy, dtype: torch.dtype, device: torch.device
 ) -> Kernel:
     defines, shared = tiled_defines(rows, form, shape, followed_by, dtype), shape.shared_bytes(rows, form)
-    features = FEATURES if shape.wgmma else ""
-    return Kernel("packed_tiles", "packed_tiles", defines, device, 32 * _WARPS, shared, features)
+    return Kernel("packed_tiles", "packed_tiles", defines, device, 32 * _WARPS, shared)
 
 
 def tiled_defines(rows: int, form: Form, shape: TiledShape, followed_by: FollowedBy, dtype: torch.dtype) -> dict[str, int]:

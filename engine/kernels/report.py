@@ -169,8 +169,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
             yield from (_gemm_skinny(n, k, rows, followed_by, 2) for rows in (8, 64, 256))
             yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
-            for form in (Form(128), Form(32, beside="zeros")):
-                yield _few_rows(n, k, 32, norm, followed_by, form)
+            for form in (Form(128), Form(64, beside="zeros")):
+                yield _few_rows(n, k, 16, norm, followed_by, form)
+            yield from (_gemm_skinny(n, k, rows, followed_by, 4, form) for form in _FORMS for rows in (64, 128))
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -286,14 +287,13 @@ def _quantize(
 def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
     """The cuts for the 8B's largest matrix and a small one. Many rows, and many groups with zeros, take the most registers."""
     most = MAX_SHARED_BYTES if capability in ((8, 6), (8, 9)) or capability[0] == 12 else _MOST_SHARED_BYTES_OF_A100
-    wgmma = capability == (9, 0)
 
     def tiled(n: int, k: int, rows: int, form: Form) -> Iterator[Variant]:
-        shape = tiled_shape(n, k, rows, form, _H200_SMS, most, wgmma)
+        shape = tiled_shape(n, k, rows, form, _H200_SMS, most)
         if shape is not None:
             defines = tiled_defines(rows, form, shape, _PRODUCTS[n, k][0], torch.bfloat16)
             label, shared = f"W {n} x {k}, {rows} rows, {form}", shape.shared_bytes(rows, form)
-            yield Variant("packed_tiles", label, defines, shared, FEATURES if wgmma else "")
+            yield Variant("packed_tiles", label, defines, shared)
 
     n, k = 24576, 4096
     followed_by, norm = _PRODUCTS[n, k]
@@ -307,10 +307,10 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from tiled(4096, 4096, rows, Form(128))
 
 
-def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy, operands: int) -> Variant:
-    shape = skinny_shape(n, k, rows, _H200_SMS, 1 if operands >= 2 else 2)
+def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy, operands: int, form: Form | None = None) -> Variant:
+    shape = skinny_shape(n, k, rows, _H200_SMS, form or (1 if operands >= 2 else 2))
     assert shape is not None, "they are models' shapes"
-    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, operands {operands}"
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {form or f'operands {operands}'}"
     return Variant("gemm_skinny", label, skinny_defines(operands, k, shape, followed_by), shape.shared_bytes(), FEATURES)
 
 

@@ -81,7 +81,7 @@ class Signature:
 def signature(source: str, entry: str, defines: Mapping[str, int]) -> Signature:
     """The signature of `entry` in `csrc/<source>.cu`, with the macros in `defines`."""
     found = dict(_ENTRY.findall(read_source(source)))
-    declared = [_parsed(each) for each in found[entry].split(",")]
+    declared = [_parsed(each, defines) for each in found[entry].split(",")]
     names = [name for _, _, name in declared]
     stems = [name.removesuffix("_stride") for name in names if name.endswith("_stride")]
     # The stride of `x` is `x_stride`; `kv_stride` is the stride of both `k` and `v`.
@@ -122,11 +122,13 @@ def _dtype(kind: str, defines: Mapping[str, int]) -> torch.dtype:
     }[kind]
 
 
-def _parsed(declaration: str) -> tuple[str, bool, str]:
-    """ "const int* __restrict__ ids" -> ("int", True, "ids")."""
+def _parsed(declaration: str, defines: Mapping[str, int]) -> tuple[str, bool, str]:
+    """ "const int* __restrict__ ids" -> ("int", True, "ids"). `Weights` are codes or a tensor map (csrc/gemm_skinny.cu)."""
     found = _PARAMETER.match(" ".join(_QUALIFIERS.sub("", declaration).split()))
     assert found, f"a parameter is declared in a new form: {declaration}"
     kind, pointer, name = found.groups()
+    if kind == "Weights":
+        kind, pointer = ("int", "*") if defines["OPERANDS"] == 4 else ("TensorMap", "")
     return kind, bool(pointer), name.removesuffix("_")
 
 

@@ -1,13 +1,12 @@
 """x W^T for W in 4 to 8 bits, with the operations around it, against the dequantised W in fp64."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import DEVICE, DTYPES, EPS, HOPPER, HOPPER_ONLY, poisoned, rms_norm_exact
+from helpers import DEVICE, DTYPES, EPS, HOPPER_ONLY, poisoned, rms_norm_exact
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +21,8 @@ from engine.kernels import (
 )
 from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
+from engine.kernels.gemm_skinny import SkinnyShape, gemm_skinny, skinny_shape
+from engine.kernels.gemm_skinny import padded as skinny_padded
 from engine.kernels.launch import num_sms, shared_bytes_of
 from engine.kernels.linear import interleaved
 from engine.kernels.packed import Packed
@@ -66,7 +67,7 @@ def check(
     m: int,
     weight: Packed,
     w: Tensor,
-    shape: PackedShape | FewRowsShape | TiledShape,
+    shape: PackedShape | FewRowsShape | TiledShape | SkinnyShape,
     dtype: torch.dtype,
     follows: FollowedBy,
     normed: bool,
@@ -87,6 +88,9 @@ def check(
     with poisoned():
         if isinstance(shape, TiledShape):
             y = packed_tiles(x, weight, shape, follows, given[0])
+        elif isinstance(shape, SkinnyShape):
+            given_x = x if norm is None or not normed else reference.rms_norm(x, norm, EPS)
+            y = gemm_skinny(given_x, weight, shape, follows, given[0])
         elif isinstance(shape, FewRowsShape):
             y = few_rows(x, weight, shape, follows, *given)
         else:
@@ -185,12 +189,12 @@ FEW = [  # W's sizes and shapes of the kernel: one turn or many, a ring that hol
 
 
 @HOPPER_ONLY[1]
-@pytest.mark.parametrize("form", IN_4_BITS, ids=str)
+@pytest.mark.parametrize("form", [Form(128), Form(128, beside="zeros"), Form(64), Form(64, beside="zeros")], ids=str)
 @pytest.mark.parametrize(("follows", "normed"), [("residual", False), ("swiglu", True), ("nothing", True)])
 def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, form: Form) -> None:
     for n, k, shape in FEW:
         weight, w = matrix(n, k, form)
-        for m in (1, 13, 32):
+        for m in (1, 13, 16):
             own = shape or few_rows_shape_of(torch.empty(m, k, device=DEVICE, dtype=torch.bfloat16), weight, normed)
             assert own is not None, "the kernel takes the models' shapes"
             check(m, weight, w, own, torch.bfloat16, follows, normed)
@@ -198,41 +202,60 @@ def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, form: Form) -> No
 
 # W's sizes: a tile that is not full; several blocks for a tile; a block with whole tiles and parts of tiles; half a step of K.
 TILED = [(112, 384), (1024, 3072), (17040, 256), (960, 576)]
-INSTRUCTIONS = ["wgmma", "mma"] if HOPPER else ["mma"]
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @forms
-def test_tiled(form: Form, instructions: str) -> None:
-    check_tiled(form, instructions, (9, 64, 128), "residual")
+def test_tiled(form: Form) -> None:
+    check_tiled(form, (9, 64, 128), "residual")
 
 
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("form", [Form(128), Form(32, 5, "mins")], ids=str)
 @pytest.mark.parametrize("follows", ["nothing", "swiglu"])
-def test_what_follows_tiles(follows: FollowedBy, form: Form, instructions: str) -> None:
-    check_tiled(form, instructions, (64,), follows)
+def test_what_follows_tiles(follows: FollowedBy, form: Form) -> None:
+    check_tiled(form, (64,), follows)
 
 
-def check_tiled(form: Form, instructions: str, rows: Sequence[int], follows: FollowedBy) -> None:
+def check_tiled(form: Form, rows: Sequence[int], follows: FollowedBy) -> None:
     for n, k in TILED:
         if k % form.chunk == 0:
             weight, w = matrix(n, k, form)
             for m in rows:
                 if (shape := tiled_shape_of(m, weight)) is not None:
-                    shape = replace(shape, wgmma=instructions == "wgmma")
                     check(m, weight, w, shape, torch.bfloat16, follows, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-def test_tiled_models(instructions: str, dtype: torch.dtype) -> None:
+def test_tiled_models(dtype: torch.dtype) -> None:
     for n, k in ((4096, 4096), (24576, 1024)):
         weight, w = matrix(n, k, Form(128, beside="zeros"))
         for m in (17, 63):
             shape = tiled_shape_of(m, weight)
             assert shape is not None, "these are models' shapes"
-            check(m, weight, w, replace(shape, wgmma=instructions == "wgmma"), dtype, "residual", False)
+            check(m, weight, w, shape, dtype, "residual", False)
+
+
+SKINNY = [(112, 384), (1024, 3072), (17040, 256)]
+
+
+@HOPPER_ONLY[1]
+@forms
+def test_skinny(form: Form) -> None:
+    for n, k in SKINNY:
+        weight, w = matrix(n, k, form)
+        for m in (9, 64, 128):
+            shape = skinny_shape(n, k, skinny_padded(m), num_sms(DEVICE), form)
+            assert shape is not None, "K is a multiple of 128"
+            check(m, weight, w, shape, torch.bfloat16, "residual", False)
+
+
+@HOPPER_ONLY[1]
+@pytest.mark.parametrize("cut", [(1, 64, 4), (2, 80, 5), (3, 128, 4), (4, 96, 4), (1, 192, 4)])
+@pytest.mark.parametrize("follows", ["nothing", "swiglu", "residual"])
+def test_skinny_cuts(follows: FollowedBy, cut: tuple[int, int, int]) -> None:
+    for form in (Form(128), Form(16, 6)):
+        weight, w = matrix(1104, 2048, form)
+        for m in (16, 64):
+            check(m, weight, w, SkinnyShape(skinny_padded(m), *cut, form), torch.bfloat16, follows, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

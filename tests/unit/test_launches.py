@@ -58,7 +58,7 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 21
+    assert len(seen) == 22
     for variant in report.variants((9, 0)):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -163,12 +163,15 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str
     modules = [
         importlib.import_module(f"engine.kernels.{name}") for name in (*LAUNCHERS, "linear", "linear_packed", "paged_attention")
     ]
-    made = [getattr(module, name) for module in modules for name in ("_kernel", "_made") if hasattr(module, name)]
+    made = [
+        getattr(module, name) for module in modules for name in ("_kernel", "_packed_kernel", "_made") if hasattr(module, name)
+    ]
     caches = [each for each in made if hasattr(each, "cache_clear")]
-    assert len(caches) == len(LAUNCHERS)
+    assert len(caches) == len(LAUNCHERS) + 1, "embed has two"
     stand_ins: dict[str, Any] = {
         "Kernel": FakeKernel,
         "runs_on": lambda x: x.dtype in (BF16, FP16),
+        "runs_in": lambda device, dtype: dtype in (BF16, FP16),
         "num_sms": lambda device: 132,
         "shared_bytes_of": lambda device: 227 << 10,
         "tensor_map": lambda x, rows: TensorMapDescriptor.__new__(TensorMapDescriptor),
@@ -246,7 +249,7 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     for kind in (E4M3, torch.int8):
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
-        gemm_skinny(x.to(kind), w.to(kind), replace(skinny, itemsize=1), "nothing", **scales)  # type: ignore[arg-type]
+        gemm_skinny(x.to(kind), w.to(kind), replace(skinny, values=1), "nothing", **scales)  # type: ignore[arg-type]
     codes = torch.zeros(64, 1024, dtype=torch.uint8)
     four = pack(codes, Form(128, beside="zeros"), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
     packed_rows(x, four, PackedShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
@@ -256,9 +259,15 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     mins = pack(codes, Form(32, 5, "mins"), torch.ones(64, 32).half(), torch.ones(64, 32).half())
     packed_rows(x, mins, PackedShape(2, 4, 2, 1, 3))
     for weight, rows in ((four, 12), (mins, 64)):
-        tiled = tiled_shape(len(weight), weight.k, padded(rows), weight.form, 132, 227 << 10, True)
+        tiled = tiled_shape(len(weight), weight.k, padded(rows), weight.form, 132, 227 << 10)
         assert tiled is not None
         packed_tiles(x[:1].expand(rows, -1).contiguous(), weight, tiled)
+        in_codes = skinny_shape(len(weight), weight.k, 16, 132, weight.form)
+        assert in_codes is not None
+        gemm_skinny(x, weight, in_codes, "residual", torch.ones(3, len(weight), dtype=BF16))
+    for dtype in (BF16, FP16):
+        kernels.embed_packed(ids, mins, dtype)
+        kernels.embed_packed(ids, mins, dtype, ids)
     unpack(mins, BF16)
     expected = {(source, entry) for source in SOURCES for entry in entries(source)}
     assert fake_kernels == expected - {("pool", "pool_finish")}, "pool_finish asks the tensor for its device"
@@ -338,12 +347,12 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
     [
         (8, False, True, "packed_rows", 1),
         (9, False, True, "few_rows", 1),
-        (32, False, True, "few_rows", 1),
-        (33, False, True, "packed_tiles", 1),
-        (64, False, True, "packed_tiles", 1),
-        (65, False, True, None, 0),
-        (128, True, True, "packed_tiles", 1),
-        (129, True, True, None, 0),
+        (16, False, True, "few_rows", 1),
+        (17, False, True, "gemm_skinny", 1),
+        (64, False, True, "gemm_skinny", 1),
+        (65, False, True, "packed_rows", 1),
+        (128, True, True, "gemm_skinny", 1),
+        (129, True, True, "packed_rows", 1),
         (9, False, False, "packed_tiles", 1),
         (65, True, False, "packed_tiles", 1),
     ],
@@ -354,17 +363,17 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     rows: int,
     large: bool,
     on_hopper: bool,
-    source: str | None,
+    source: str,
     launches: int,
 ) -> None:
-    """With other numbers of rows the matrix is dequantised first. Plain torch does that here."""
-    for name in ("few_rows", "packed_tiles"):
+    """With other numbers of rows a kernel of packed_rows.cu dequantises the matrix first."""
+    for name in ("few_rows", "gemm_skinny"):
         monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
     monkeypatch.setattr(importlib.import_module("engine.kernels.linear_packed"), "_LARGE", 1 if large else 1 << 25)
     four = pack(torch.zeros(64, 1024, dtype=torch.uint8), Form(128), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
     assert kernels.linear_packed_add(x, four, residual) is residual
-    assert {name for name, _ in fake_kernels} == ({source} - {None})
+    assert {name for name, _ in fake_kernels} == {source}
     assert len(FakeKernel.launches) == launches
 
 

@@ -101,6 +101,6 @@ def test_every_matrix_has_tiles_for_64_rows(form: Form) -> None:
     """Also on cards with 99 KiB of shared memory for a block."""
     for (n, k), rows, least in product(SHAPES, (16, 32, 64), (99 << 10, 163 << 10, 227 << 10)):
         if form.fits(n, k):
-            shape = tiled_shape(n, k, rows, form, 132, least, False)
+            shape = tiled_shape(n, k, rows, form, 132, least)
             assert shape is not None, (n, k, rows, least)
             assert shape.shared_bytes(rows, form) <= least

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.codes import Form
 from engine.kernels import gemm_skinny
 from engine.kernels.gemm_skinny import padded, skinny_shape, skinny_shapes
 
@@ -20,7 +21,7 @@ def test_every_shape_fits(n: int, k: int, m: int, itemsize: int) -> None:
     assert shapes
     for shape in shapes:
         assert shape.rows == min(padded(m), 128)
-        assert shape.itemsize == itemsize
+        assert shape.values == itemsize
         assert shape.shared_bytes() <= SHARED_BYTES
         assert shape.threads <= (544 if shape.rows == 128 else 1024)
         in_a_box = shape.block_n // shape.boxes
@@ -28,6 +29,26 @@ def test_every_shape_fits(n: int, k: int, m: int, itemsize: int) -> None:
         assert in_a_box <= 256, "TMA fetches at most 256 rows"
         behind = -shape.block_n % 64 * 128  # bytes that the last warpgroup reads behind the last stage's rows of W
         assert shape.stages * (shape.block_n + shape.rows) * 128 - shape.rows * 128 + behind <= shape.shared_bytes()
+
+
+@pytest.mark.parametrize(("n", "k"), PRODUCTS)
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("form", [Form(128), Form(16, 6), Form(32, 5, "mins"), Form(128, 8)], ids=str)
+def test_every_shape_of_codes_fits(n: int, k: int, rows: int, form: Form) -> None:
+    shapes = [shape for _, shape in skinny_shapes(n, k, rows, SMS, form)]
+    assert shapes
+    for shape in shapes:
+        records = shape.block_n // 16 * (128 // form.chunk) * form.record_bytes
+        boxes = 2 * rows * 128  # of x
+        assert shape.stages * (records + boxes) <= shape.shared_bytes() <= SHARED_BYTES
+        assert shape.stages * (records + boxes) >= rows * (shape.block_n + 4) * 4, "the sums lie in the ring"
+        assert shape.block_n // 16 <= 32, "a lane copies the records of 16 rows"
+        # The kernels need up to 96, 96, 128 and 168 registers of a thread.
+        assert shape.threads <= {16: 672, 32: 672, 64: 544, 128: 288}[rows]
+
+
+def test_codes_need_steps_of_128_columns() -> None:
+    assert skinny_shape(960, 576, 64, SMS, Form(64)) is None
 
 
 @pytest.mark.parametrize(("n", "k"), PRODUCTS)

@@ -141,7 +141,8 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
             "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 #ifdef OPERANDS
-// The parts of wgmma's text that depend on the operands, and the type of its sums: 0 bf16, 1 fp16, 2 e4m3, 3 int8.
+// The parts of wgmma's text that depend on the operands, and the type of its sums: 0 bf16, 1 fp16, 2 e4m3, 3 int8, 4 bf16 with A
+// in registers.
 #if OPERANDS == 3
 typedef int Sum;
 #define KIND "k32.s32.s8.s8"
@@ -155,23 +156,33 @@ typedef float Sum;
 #elif OPERANDS == 1
 #define KIND "k16.f32.f16.f16"
 #define TAIL ", 1, 1, 0, 0"
+#elif OPERANDS == 4
+#define KIND "k16.f32.bf16.bf16"
+#define TAIL ", 1, 1, 0"
 #else
 #define KIND "k16.f32.bf16.bf16"
 #define TAIL ", 1, 1, 0, 0"
 #endif
 #define OUT_1(x) "+f"(x)
 #endif
+#if OPERANDS == 4
+typedef const u32 (&Operand)[4];
+#define IN_A "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#else
+typedef u64 Operand;  // a descriptor
+#define IN_A "l"(a)
+#endif
 #define OUT_4(x, i) OUT_1(x[i]), OUT_1(x[i + 1]), OUT_1(x[i + 2]), OUT_1(x[i + 3])
 #define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 4), OUT_4(x, i + 8), OUT_4(x, i + 12)
 #define OUT_64(x, i) OUT_16(x, i), OUT_16(x, i + 16), OUT_16(x, i + 32), OUT_16(x, i + 48)
 
-// x += A B^T by one wgmma with N columns. `a` and `b` are descriptors. If `accumulate` is 0, the old value of x is ignored.
+// x += A B^T by one wgmma with N columns. `a` is an `Operand`, `b` a descriptor. If `accumulate` is 0, the old value of x is ignored.
 // The other arguments are the list of x's registers, the numbers of the operands that follow them, and the operands of x.
 #define PRODUCT(N, REGS, A, B, ACCUMULATE, ...)                                                                                \
     asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND " {" REGS "}, " A \
                  ", " B ", p" TAIL ";}"                                                                                        \
                  : __VA_ARGS__                                                                                                 \
-                 : "l"(a), "l"(b), "r"(accumulate))
+                 : IN_A, "l"(b), "r"(accumulate))
 
 // Keeps the compiler from moving reads and writes of `x` across this point: wgmma writes `x` asynchronously.
 template <int COUNT>

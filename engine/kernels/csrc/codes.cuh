@@ -135,6 +135,23 @@ __device__ __forceinline__ Scales scales_in_memory(const unsigned char* record, 
     const u32* const its = reinterpret_cast<const u32*>(record + CODES + row * LANE_SCALES) + column / GROUP * (1 + ZEROS);
     return Scales(its[0], ZEROS ? its[1] : MIDDLES);
 }
+// Scales as pairs of 16 bits. A pair of codes minus the middle code becomes values by one fma.
+struct PairScales {
+    u32 of[2], plus[2], minus[2];
+    __device__ __forceinline__ PairScales() {}
+    __device__ __forceinline__ PairScales(const Scales& scales) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float scale = scales.of[i], plus = fmaf(1 << (BITS - 1), scale, scales.mins[i]);
+            of[i] = pack(scale, scale), plus_of(i, plus), minus[i] = MINS ? minus_of(MIDDLES) : scales.minus[i];
+        }
+    }
+    __device__ __forceinline__ void plus_of(int i, float x) { plus[i] = MINS ? pack(x, x) : SIGNS; }
+};
+// The values of a pair, rounded after the scale has been rounded.
+__device__ __forceinline__ u32 scaled(const Words& words, int pair, const PairScales& scales) {
+    return fma_pair(words.values_of(pair, scales.minus[pair % 2]), scales.of[pair % 2], scales.plus[pair % 2]);
+}
 // The values of a pair, rounded once.
 __device__ __forceinline__ u32 rounded(const Words& words, int pair, const Scales& scales) {
     const u32 codes = words.values_of(pair, scales.minus[pair % 2]);

@@ -1,23 +1,37 @@
 // y = x W^T for few rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32,
 // bf16 out. The kernel reads W once, at the rate of the memory.
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
-//   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu.
+//   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu. OPERANDS 4: W is in codes, and w are its records (csrc/codes.cuh).
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W.
 //
 // SPLIT blocks form a cluster and divide the K columns of BLOCK_N rows of W among themselves. A warp of each block fetches boxes of
 // W and of x by TMA into a ring of STAGES stages. W does not depend on the kernel before, so the block fetches W while that kernel
-// still runs. Each of GROUPS warpgroups multiplies 64 rows of W with all rows of x by wgmma. The last warpgroup may have fewer rows of
+// still runs. Each of WARPGROUPS warpgroups multiplies 64 rows of W with all rows of x by wgmma. The last warpgroup may have fewer rows of
 // W: it also multiplies what lies behind the box, and drops the results. The launcher makes shared memory reach that far.
 // Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows.
 // If x has more than ROWS rows, which are 128 then, neighbouring clusters take the same rows of W and other rows of x.
 //
-// Floor: the N * K values of W, read once.
-constexpr bool IN_8_BITS = OPERANDS >= 2;
-constexpr int WIDTH = 128, COLUMNS = IN_8_BITS ? WIDTH : WIDTH / 2;  // bytes of a box's rows, and their values
-constexpr int GROUPS = (BLOCK_N + 63) / 64, MULTIPLIERS = 128 * GROUPS;
+// Codes become bf16 in registers, which are wgmma's operand. The scale is rounded to bf16, and so is its product with the code. While
+// the products of 64 columns run, the codes of the next 64 are converted. A step has the records of 128 columns. They are
+// consecutive for 16 rows of W, and each lane of the fetching warp copies those of 16 rows.
+//
+// Floor: the N * K values of W, or their codes and scales, read once.
+constexpr bool IN_8_BITS = OPERANDS == 2 || OPERANDS == 3, IN_CODES = OPERANDS == 4;
+constexpr int WIDTH = 128, COLUMNS = IN_8_BITS || IN_CODES ? WIDTH : WIDTH / 2;  // bytes of a box's rows, and columns of a step
+constexpr int WARPGROUPS = (BLOCK_N + 63) / 64, MULTIPLIERS = 128 * WARPGROUPS;
 constexpr int BOXES = (BLOCK_N + 255) / 256, BOX_ROWS = BLOCK_N / BOXES;  // a box has at most 256 rows
-constexpr u32 W_BYTES = BLOCK_N * WIDTH, X_BYTES = ROWS * WIDTH, STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int STRIPS = BLOCK_N / 16, X_BOXES = IN_CODES ? 2 : 1;
+#if OPERANDS == 4
+constexpr u32 PART = COLUMNS / CHUNK * RECORD;  // bytes of a strip in a step
+static_assert(COLUMNS % CHUNK == 0 && PART % 16 == 0, "a copy takes whole records");
+typedef const int* Weights;
+#else
+constexpr u32 PART = 16 * WIDTH;
+typedef TensorMap Weights;
+#endif
+constexpr u32 X_BOX = ROWS * WIDTH, X_BYTES = X_BOXES * X_BOX, COPIED = STRIPS * PART + X_BYTES;
+constexpr u32 W_BYTES = (STRIPS * PART + 1023) / 1024 * 1024, STAGE_BYTES = W_BYTES + X_BYTES;  // boxes of x begin at multiples of 1 KiB
 constexpr int CHUNKS = K / COLUMNS;
 constexpr int PITCH = BLOCK_N + 4;  // floats; the padding puts neighbouring rows into different banks
 constexpr int EACH = (ROWS + SPLIT - 1) / SPLIT;  // the most rows of x that a block finishes
@@ -35,8 +49,19 @@ struct alignas(16) Shared {
 };
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
-__device__ __forceinline__ void product(Sum (&x)[SUMS], u64 a, u64 b, int accumulate) {
-#if ROWS == 8
+__device__ __forceinline__ void product(Sum (&x)[SUMS], Operand a, u64 b, int accumulate) {
+#if OPERANDS == 4
+#if ROWS == 16
+    PRODUCT("16", REGS_8, "{%8, %9, %10, %11}", "%12", "%13", OUT_4(x, 0), OUT_4(x, 4));
+#elif ROWS == 32
+    PRODUCT("32", REGS_16, "{%16, %17, %18, %19}", "%20", "%21", OUT_16(x, 0));
+#elif ROWS == 64
+    PRODUCT("64", REGS_32, "{%32, %33, %34, %35}", "%36", "%37", OUT_16(x, 0), OUT_16(x, 16));
+#else
+    static_assert(ROWS == 128, "products with codes are of 16, 32, 64 or 128 rows of x");
+    PRODUCT("128", REGS_64, "{%64, %65, %66, %67}", "%68", "%69", OUT_64(x, 0));
+#endif
+#elif ROWS == 8
     PRODUCT("8", REGS_4, "%4", "%5", "%6", OUT_4(x, 0));
 #elif ROWS == 16
     PRODUCT("16", REGS_8, "%8", "%9", "%10", OUT_4(x, 0), OUT_4(x, 4));
@@ -50,11 +75,53 @@ __device__ __forceinline__ void product(Sum (&x)[SUMS], u64 a, u64 b, int accumu
 #endif
 }
 
+#if OPERANDS == 4
+// Copies consecutive bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u64& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+                 "r"(bytes), "r"(address(&barrier))
+                 : "memory");
+}
+// Two operands of W, of 64 columns each: for the products that run, and for the next ones.
+struct Operands {
+    u32 of[2][4][4];
+    Words words;
+    u32 scale_words[4][2];
+    // Loads 64 columns of a strip. `strip`: the address of its records.
+    __device__ __forceinline__ void load(u32 strip, int part) {
+        const int column = part * 64 % CHUNK;
+        const u32 record = strip + part * 64 / CHUNK * RECORD;
+        words.load(record, column / 64);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j * 16 % GROUP) continue;
+            const u32 its = record + CODES + threadIdx.x % 32 / 4 * LANE_SCALES + (column + j * 16) / GROUP * (1 + ZEROS) * 4;
+            scale_words[j][0] = load_word(its), scale_words[j][1] = ZEROS ? load_word(its + 4) : MIDDLES;
+        }
+    }
+    // Converts the 64 columns that have been loaded.
+    __device__ __forceinline__ void convert(u32 (&to)[4][4]) {
+        PairScales scales;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j * 16 % GROUP == 0) scales = PairScales(Scales(scale_words[j][0], scale_words[j][1]));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) to[j][i] = scaled(words, 4 * j + i, scales);
+        }
+    }
+    // Keeps the compiler from giving the registers away before this point: wgmma reads them asynchronously.
+    __device__ __forceinline__ void pin(int at) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) asm volatile("" ::"r"(of[at][j][0]), "r"(of[at][j][1]), "r"(of[at][j][2]), "r"(of[at][j][3]) : "memory");
+    }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
-gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y,
+gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, u16* __restrict__ y,
             const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
@@ -69,7 +136,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared.full[i], 1);
-            barrier_init(shared.empty[i], GROUPS);
+            barrier_init(shared.empty[i], IN_CODES ? 4 * WARPGROUPS : WARPGROUPS);
         }
         barrier_init(shared.inbox_full, 1);
         barriers_are_there();
@@ -79,18 +146,29 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
     if (SPLIT > 1) cluster_arrive();
 
     if (threadIdx.x >= MULTIPLIERS) {
-        if (threadIdx.x == MULTIPLIERS) {
+        const int fetcher = threadIdx.x - MULTIPLIERS;
+        if (fetcher < (IN_CODES ? 32 : 1)) {
             Ring<STAGES> ring{0, 1};
             auto fetch_w = [&](int step) {
                 const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
                 wait(shared.empty[ring.stage], ring.parity);
-                arrive_expecting(shared.full[ring.stage], STAGE_BYTES);
+                if (fetcher == 0) arrive_expecting(shared.full[ring.stage], COPIED);
+#if OPERANDS == 4
+                // One thread would take longer than the warpgroups. Past the end the last strip is copied, but not used.
+                const i64 strip = min(first_row / 16 + fetcher, n / 16 - 1);
+                const unsigned char* const from = reinterpret_cast<const unsigned char*>(w) + (strip * CHUNKS + first + step) * PART;
+                if (fetcher < STRIPS) copy_bulk(stage + fetcher * PART, from, PART, shared.full[ring.stage]);
+#else
 #pragma unroll
                 for (int i = 0; i < BOXES; ++i)
                     fetch(stage + i * BOX_ROWS * WIDTH, w, (first + step) * COLUMNS, first_row + i * BOX_ROWS, shared.full[ring.stage]);
+#endif
             };
             auto fetch_x = [&](int stage, int step) {
-                fetch(address(ring_bytes) + stage * STAGE_BYTES + W_BYTES, x, (first + step) * COLUMNS, first_of_x, shared.full[stage]);
+                if (fetcher > 0) return;
+#pragma unroll
+                for (int i = 0; i < X_BOXES; ++i)
+                    fetch(address(ring_bytes) + stage * STAGE_BYTES + W_BYTES + i * X_BOX, x, (first + step) * COLUMNS + i * 64, first_of_x, shared.full[stage]);
             };
             fetch_all(ring, steps, fetch_w, fetch_x);
         } else {
@@ -122,6 +200,41 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
         Sum sums[SUMS];
         Ring<STAGES> ring{0, 0};
         int before = 0;
+#if OPERANDS == 4
+        Operands operands = {};
+        const u32 strip = address(ring_bytes) + min(group * 4 + thread / 32, STRIPS - 1) * PART;
+        wait(shared.full[0], 0);
+        operands.load(strip, 0);
+        operands.convert(operands.of[0]);
+        for (int step = 0; step < steps; ++step) {
+            const int stage = ring.stage;
+            const u32 x_stage = address(ring_bytes) + stage * STAGE_BYTES + W_BYTES;
+#pragma unroll
+            for (int part = 0; part < 2; ++part) {
+                // The next 64 columns. Their codes come from shared memory while the products of these columns begin.
+                const bool follows = part == 0 || step + 1 < steps;
+                if (part == 0) {
+                    operands.load(strip + ring.stage * STAGE_BYTES, 1);
+                    ring.advance();
+                } else if (follows) {
+                    wait(shared.full[ring.stage], ring.parity);
+                    operands.load(strip + ring.stage * STAGE_BYTES, 0);
+                }
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    product(sums, operands.of[part][i], descriptor(x_stage + part * X_BOX + i * 32), step + part + i > 0);
+                products_commit();
+                products_wait<1>();  // the products before these have read their operands
+                operands.pin(1 - part);
+                if (part == 0 && step > 0 && thread % 32 == 0) arrive(shared.empty[before]);
+                if (follows) operands.convert(operands.of[1 - part]);
+            }
+            before = stage;
+        }
+        products_wait<0>();
+        operands.pin(1);
+#else
         for (int step = 0; step < steps; ++step) {
             const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
             wait(shared.full[ring.stage], ring.parity);
@@ -138,6 +251,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ TensorM
             ring.advance();
         }
         products_wait<0>();
+#endif
         pin(sums);
 
         named_sync(1, MULTIPLIERS);  // all warpgroups have read the ring, which now takes the sums

@@ -10,12 +10,10 @@
 // some steps of a tile leaves its sums in `partial`. The tile's last block adds the sums up in the order of the steps. So the
 // result does not depend on which block is last.
 // cp.async brings each step's W and x into a ring of STAGES stages. W does not depend on the kernel before, so W is fetched
-// before that kernel ends. x is in boxes of 64 columns with TMA's swizzle: ldmatrix reads them without bank conflicts, and wgmma
-// expects this layout.
+// before that kernel ends. x is in boxes of 64 columns with TMA's swizzle: ldmatrix reads them without bank conflicts.
 // The 16-row operand of a product has rows of W, in registers; the other operand has rows of x. The scale multiplies the fp32
 // sums of a group. With MINS the sums of the group's x are computed as well, by a product with ones, and the min multiplies them.
-// On Hopper the products are wgmma. Its register operand and its sums have the layout of m16n8k16, with 16 of the 64 rows in a
-// warp.
+// On Hopper gemm_skinny.cu is faster if K is a multiple of 128.
 //
 // Floor: N * K * BITS / 8 bytes of codes, and the scales. x is read once for each tile, from the L2 cache.
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
@@ -59,102 +57,6 @@ __device__ __forceinline__ void add_group(float (&sums)[TILES][4], const float (
         }
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#if HALF
-#define KIND ".f32.f16.f16"
-#else
-#define KIND ".f32.bf16.bf16"
-#endif
-#define OUT_4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
-#define OUT_16(x, i) OUT_4(x, i), OUT_4(x, i + 1), OUT_4(x, i + 2), OUT_4(x, i + 3)
-#define OUT_32(x, i) OUT_16(x, i), OUT_16(x, i + 4)
-// x += A B^T. If `accumulate` is 0, the old value of x is ignored.
-__device__ __forceinline__ void product(float (&x)[TILES][4], const u32 (&a)[4], u64 b, int accumulate) {
-#define PRODUCT(SHAPE, REGS, A, B, ACCUMULATE, ...)                                                                             \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned." SHAPE KIND " {" REGS "}, {" A \
-                 "}, " B ", p, 1, 1, 0;}"                                                                                       \
-                 : __VA_ARGS__                                                                                                          \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
-#if ROWS == 16
-    PRODUCT("m64n16k16", REGS_8, "%8, %9, %10, %11", "%12", "%13", OUT_4(x, 0), OUT_4(x, 1));
-#elif ROWS == 32
-    PRODUCT("m64n32k16", REGS_16, "%16, %17, %18, %19", "%20", "%21", OUT_16(x, 0));
-#elif ROWS == 64
-    PRODUCT("m64n64k16", REGS_32, "%32, %33, %34, %35", "%36", "%37", OUT_32(x, 0));
-#else
-    static_assert(ROWS == 128, "products are of 16, 32, 64 or 128 rows of x");
-    PRODUCT("m64n128k16", REGS_64, "%64, %65, %66, %67", "%68", "%69", OUT_32(x, 0), OUT_32(x, 8));
-#endif
-}
-// Keep the compiler from moving reads and writes of `x` across this point, and from giving away the registers of `a` before it:
-// wgmma writes `x` and reads `a` asynchronously.
-__device__ __forceinline__ void pin(float (&x)[TILES][4]) {
-#pragma unroll
-    for (int t = 0; t < TILES; ++t) asm volatile("" : OUT_4(x, t)::"memory");
-}
-__device__ __forceinline__ void pin(const u32 (&a)[GROUP / 16][4]) {
-#pragma unroll
-    for (int j = 0; j < GROUP / 16; ++j) asm volatile("" ::"r"(a[j][0]), "r"(a[j][1]), "r"(a[j][2]), "r"(a[j][3]) : "memory");
-}
-// Two operands of W: for the products of the present group of a strip, and for those of the next one.
-constexpr int NUMBER = COLUMNS / GROUP * TALL;  // groups of all strips of a warp in a step
-struct Operands {
-    u32 of[2][GROUP / 16][4];
-    Scales scales[2];
-    // Converts group `number` of the step.
-    __device__ __forceinline__ void convert(int number, u32 w) {
-        const int first = number % NUMBER / TALL * GROUP, at = number % 2;
-        const u32 record = w + (threadIdx.x / 32 * TALL + number % TALL) * PART + first / CHUNK * RECORD;
-        scales[at] = scales_of(record, first % CHUNK / GROUP);
-        Words words[(GROUP + 63) / 64];
-#pragma unroll
-        for (int h = 0; h < (GROUP + 63) / 64; ++h) words[h].load(record, first % CHUNK / 64 + h);
-#pragma unroll
-        for (int j = 0; j < GROUP / 16; ++j) operand(of[at][j], words[j / 4], (first / 16 + j) % 4, scales[at]);
-    }
-    __device__ __forceinline__ void begin(u32 w) { convert(0, w); }
-    __device__ __forceinline__ void swap() {
-        scales[0] = scales[1];
-#pragma unroll
-        for (int i = 0; i < GROUP / 4; ++i) of[0][i / 4][i % 4] = of[1][i / 4][i % 4];
-    }
-};
-
-// Adds the products of a step. While the products of a group run, the codes of the next group are converted. During the last
-// group `next` starts copies, and returns the address of the next step's W, or 0.
-template <typename Next>
-__device__ __forceinline__ void multiply(Sums& sums, Operands& operands, u32 x, u32 w, Next next) {
-    float group[TILES][4], x_sums[TILES][4];
-#pragma unroll
-    for (int i = 0; i < NUMBER; ++i) {
-        products_begin();
-#pragma unroll
-        for (int j = 0; j < GROUP / 16; ++j) {
-            const int column = i / TALL * GROUP + j * 16;
-            const u64 b = descriptor(x + column / 64 * X_BOX + column % 64 * 2);
-            product(group, operands.of[i % 2][j], b, j > 0);
-#if MINS
-            const u32 ones[4] = {ONES, ONES, ONES, ONES};
-            product(x_sums, ones, b, j > 0);
-#endif
-        }
-        products_commit();
-        const Scales scales = operands.scales[i % 2];
-        if (i + 1 < NUMBER) {
-            operands.convert(i + 1, w);
-        } else {
-            const u32 following = next();
-            if (following) operands.convert(NUMBER, following);
-        }
-        products_wait<0>();
-        pin(operands.of[i % 2]);
-        pin(group);
-        if (MINS) pin(x_sums);
-        add_group(sums.of[i % TALL], group, x_sums, scales);
-    }
-    if (NUMBER % 2) operands.swap();
-}
-#else
 // c = A B^T, without an old value.
 __device__ __forceinline__ void mma_first(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if HALF
@@ -166,13 +68,8 @@ __device__ __forceinline__ void mma_first(float (&c)[4], const u32 (&a)[4], u32 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
 
-struct Operands {
-    __device__ __forceinline__ void begin(u32) {}
-};
-
-// Adds the products of a step. `next` starts copies.
-template <typename Next>
-__device__ __forceinline__ void multiply(Sums& sums, Operands&, u32 x, u32 w, Next next) {
+// Adds the products of a step.
+__device__ __forceinline__ void multiply(Sums& sums, u32 x, u32 w) {
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 x_row = x + in_box(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll 1
@@ -216,9 +113,7 @@ __device__ __forceinline__ void multiply(Sums& sums, Operands&, u32 x, u32 w, Ne
             }
         }
     }
-    next();
 }
-#endif
 
 // The address in y of a lane's two columns of `strip`, for eight rows of x from `first_row` on. Null past the end of y.
 __device__ __forceinline__ u32* place_of(u16* __restrict__ y, int strip, int strips, int first_row, int m, i64 y_stride) {
@@ -280,12 +175,6 @@ packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __r
             if (row < m) copy_async(x_stages + stage * X_BYTES + vector / 8 * X_BOX + in_box(row, vector % 8), x + row * x_stride + step * COLUMNS + vector * 8);
         }
     };
-    auto stage_is_there = [&] {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what this thread's copies wrote
-#endif
-        __syncthreads();
-    };
     for (int i = 0; i < AHEAD; ++i)
         if (begin + i < end) fetch_w(begin + i, i);
     wait_for_previous();
@@ -295,9 +184,7 @@ packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __r
     }
 
     copy_wait<AHEAD - 1>();
-    stage_is_there();
-    Operands operands;
-    operands.begin(w_stages);
+    __syncthreads();
     int stage = 0;
     for (int unit = begin; unit < end;) {
         const int tile = unit / steps, first = unit % steps, num = min(steps - first, end - unit);
@@ -306,17 +193,15 @@ packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __r
             const u32 x_stage = x_stages + stage * X_BYTES, w_stage = w_stages + stage * W_BYTES;
             const int free_stage = stage == 0 ? STAGES - 1 : stage - 1;
             if (++stage == STAGES) stage = 0;
-            multiply(sums, operands, x_stage, w_stage, [&] {
-                if (unit + 1 == end) return 0u;
-                copy_wait<AHEAD - 2>();
-                stage_is_there();  // and all warps have left the stage before
-                if (unit + AHEAD < end) {
-                    fetch_w(unit + AHEAD, free_stage);
-                    fetch_x(unit + AHEAD, free_stage);
-                }
-                copy_commit();
-                return w_stages + stage * W_BYTES;
-            });
+            multiply(sums, x_stage, w_stage);
+            if (unit + 1 == end) continue;
+            copy_wait<AHEAD - 2>();
+            __syncthreads();  // the next stage is there, and all warps have left the stage before
+            if (unit + AHEAD < end) {
+                fetch_w(unit + AHEAD, free_stage);
+                fetch_x(unit + AHEAD, free_stage);
+            }
+            copy_commit();
         }
 
         if (num < steps) {
