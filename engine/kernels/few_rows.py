@@ -1,4 +1,4 @@
-"""x W^T for at most 16 rows, fused with the operations around it. Reading W from memory takes most of the time."""
+"""x W^T for at most 32 rows, fused with the operations around it. Reading W from memory takes most of the time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,9 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
-MOST_ROWS = 16  # more rows are faster with `gemm_skinny`
+MOST_ROWS = 32
+# More rows are faster with `gemm_skinny`, except for a W in codes with fewer values than _LARGE.
+_MOST_ROWS_OF_MOST, _LARGE = 16, 1 << 23
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
@@ -98,10 +100,14 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    form = weight.form if isinstance(weight, Packed) else None
-    if form is not None and not _takes(form):
-        return None
-    if len(x) > MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
+    most, form = _MOST_ROWS_OF_MOST, None
+    if isinstance(weight, Packed):
+        form = weight.form
+        if not _takes(form):
+            return None
+        if len(weight) * weight.k < _LARGE:
+            most = MOST_ROWS
+    if len(x) > most or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(form))
 
@@ -149,7 +155,7 @@ def _kernel(
 
 
 def _takes(form: Form) -> bool:
-    """Whether this kernel is faster than `gemm_skinny`. Each group has a mma more and a product with the scale."""
+    """Whether this kernel may be faster than `gemm_skinny`. For smaller groups it has more products, and with mins, too."""
     return form.bits == 4 and not form.is_float and form.group >= 64 and form.beside != "mins"
 
 

@@ -21,7 +21,7 @@ from loadtests.report import write
 
 ROWS = (1, 16, 32, 64)
 EPS = 1e-6
-NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36}
+NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36, "14B": 40}
 W = TypeVar("W")
 Product = Callable[[Any, W, FollowedBy, Tensor, Tensor], Any]
 ROTATE_BYTES = 400 << 20  # bytes of the weights that take turns, so that none is in the L2 cache

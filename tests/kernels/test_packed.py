@@ -19,7 +19,8 @@ from engine.kernels import (
     linear_packed_swiglu,
     reference,
 )
-from engine.kernels.few_rows import FewRowsShape, few_rows, few_rows_shape_of
+from engine.kernels.few_rows import FewRowsShape, box_of, few_rows, few_rows_shape
+from engine.kernels.few_rows import padded as few_padded
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.gemm_skinny import SkinnyShape, gemm_skinny, skinny_shape
 from engine.kernels.gemm_skinny import padded as skinny_padded
@@ -194,8 +195,8 @@ FEW = [  # W's sizes and shapes of the kernel: one turn or many, a ring that hol
 def test_few_rows_on_hopper(follows: FollowedBy, normed: bool, form: Form) -> None:
     for n, k, shape in FEW:
         weight, w = matrix(n, k, form)
-        for m in (1, 13, 16):
-            own = shape or few_rows_shape_of(torch.empty(m, k, device=DEVICE, dtype=torch.bfloat16), weight, normed)
+        for m in (1, 13, 32):
+            own = shape or few_rows_shape(n, k, few_padded(m), normed, num_sms(DEVICE), box_of(form))
             assert own is not None, "the kernel takes the models' shapes"
             check(m, weight, w, own, torch.bfloat16, follows, normed)
 

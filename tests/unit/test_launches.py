@@ -347,8 +347,10 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
     [
         (8, False, True, "packed_rows", 1),
         (9, False, True, "few_rows", 1),
-        (16, False, True, "few_rows", 1),
-        (17, False, True, "gemm_skinny", 1),
+        (32, False, True, "few_rows", 1),
+        (33, False, True, "gemm_skinny", 1),
+        (16, True, True, "few_rows", 1),
+        (17, True, True, "gemm_skinny", 1),
         (64, False, True, "gemm_skinny", 1),
         (65, False, True, "packed_rows", 1),
         (128, True, True, "gemm_skinny", 1),
@@ -369,7 +371,8 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     """With other numbers of rows a kernel of packed_rows.cu dequantises the matrix first."""
     for name in ("few_rows", "gemm_skinny"):
         monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
-    monkeypatch.setattr(importlib.import_module("engine.kernels.linear_packed"), "_LARGE", 1 if large else 1 << 25)
+    for name in ("few_rows", "linear_packed"):
+        monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "_LARGE", 1 if large else 1 << 25)
     four = pack(torch.zeros(64, 1024, dtype=torch.uint8), Form(128), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
     assert kernels.linear_packed_add(x, four, residual) is residual

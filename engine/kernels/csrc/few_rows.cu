@@ -16,13 +16,14 @@
 // Each block then finishes EACH rows of x: all blocks of the cluster send it their sums of these rows.
 // W in 4 bits: one logical operation makes two bf16 numbers 128 + code from two codes. If every zero is 8, the mma of a group
 // start with -(128 + 8) times the sum of the group's x, which is one mma more for all rows of W. Otherwise -(128 + zero) times
-// this sum is added to the sums of the group. Then scales multiply the sums of the group, and mins multiply the sum of its x.
+// this sum is added to the sums of the group. Then scales multiply the sums of the group.
 //
 // Floor: the N * K values of W, read once.
 // Tried: W in 8 bits, with x in 8 bits or in bf16. gemm_skinny.cu is faster, except for the smallest matrices (docs/decisions/067).
 // Tried: W from global memory into registers, with 16 rows of W and all of K for each block. With 16 rows of x this reads as much
 // of x as of W. It is slower than cuBLAS from K = 2,560 on.
 #if IN_CODES
+static_assert(!MINS, "gemm_skinny.cu is faster with mins");
 constexpr int COLUMNS = CHUNK;  // columns of a box of W
 constexpr u32 BOX_BYTES = BLOCK_N / 16 * RECORD;
 #else
@@ -82,7 +83,7 @@ template <typename IsMine>
 __device__ __forceinline__ void multiply(float (&sums)[TALL][TILES][4], const Rows (&rows)[TALL], const u32 (&x)[STEPS][TILES * 2], IsMine is_mine) {
     constexpr u32 EVERY = ZEROS ? ONES : ABOVE | MIDDLES | SIGNS;
     const u32 every[4] = {EVERY, EVERY, EVERY, EVERY};
-    float start[TILES][4] = {};  // sums of x: times -(128 + 8), or plain if there are zeros or mins
+    float start[TILES][4] = {};  // sums of x: times -(128 + 8), or plain if there are zeros
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -105,10 +106,9 @@ __device__ __forceinline__ void multiply(float (&sums)[TALL][TILES][4], const Ro
             for (int step = 0; step < STEPS; ++step) mma(group, a[step], x[step][2 * t], x[step][2 * t + 1]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const u32 zero = MINS ? 0 : e < 2 ? rows[i].zeros & 0xffff : rows[i].zeros >> 16;
+                const u32 zero = e < 2 ? rows[i].zeros & 0xffff : rows[i].zeros >> 16;
                 if (ZEROS) group[e] = fmaf(-128.f - zero, start[t][e], group[e]);
                 sums[i][t][e] = fmaf(scale[e / 2], group[e], sums[i][t][e]);
-                if (MINS) sums[i][t][e] = fmaf(float_of_half(rows[i].zeros >> e / 2 * 16), start[t][e], sums[i][t][e]);
             }
         }
     }
