@@ -1,9 +1,9 @@
 """x W^T in 16 bits for a matrix in 4 to 8 bits, with the operations around it.
 
-For few rows the kernels read W in its bits: `packed_rows` for up to 8 rows, and others for up to 64 rows, or 128 if W is large. On
-Hopper these are `gemm_skinny`, and `few_rows` for up to 16 or 32 rows of some forms. Elsewhere, or if K is no multiple of 128, it is
-`packed_tiles`. For more rows W is first written out in 16 bits, and `linear` multiplies it (docs/decisions/046, 062, 066 and 070).
-Of the head of a language model a part is written out at a time (docs/decisions/068).
+For few rows the kernels read W in its bits: `packed_rows` for up to 8 rows, and others for up to 64 rows, or 128 if W is large.
+On Hopper these are `gemm_skinny`, and `few_rows` for up to 16 or 32 rows of some forms. Elsewhere it is `packed_tiles`, and also
+if K is no multiple of 128. For more rows W is first written out in 16 bits, and `linear` multiplies it (docs/decisions/046, 062,
+066 and 070). Of the head of a language model a part is written out at a time (docs/decisions/068).
 """
 
 from collections.abc import Iterator
