@@ -142,11 +142,14 @@ struct PairScales {
     __device__ __forceinline__ PairScales(const Scales& scales) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const float scale = scales.of[i], plus = fmaf(1 << (BITS - 1), scale, scales.mins[i]);
-            of[i] = pack(scale, scale), plus_of(i, plus), minus[i] = MINS ? minus_of(MIDDLES) : scales.minus[i];
+            of[i] = pack(scales.of[i], scales.of[i]);
+            minus[i] = scales.minus[i], plus[i] = SIGNS;  // plus -0: a product, rounded
+            if (MINS) {
+                const float of_middle = fmaf(1 << (BITS - 1), scales.of[i], scales.mins[i]);
+                minus[i] = minus_of(MIDDLES), plus[i] = pack(of_middle, of_middle);
+            }
         }
     }
-    __device__ __forceinline__ void plus_of(int i, float x) { plus[i] = MINS ? pack(x, x) : SIGNS; }
 };
 // The values of a pair, rounded after the scale has been rounded.
 __device__ __forceinline__ u32 scaled(const Words& words, int pair, const PairScales& scales) {
