@@ -138,7 +138,7 @@ def rates(folder: Path, model: str | Path, texts: list[str], rounds: int, rows_p
     corpus = write_corpus(folder / "rates.parquet", texts)
     parts = [texts[start : start + 64] for start in range(0, len(texts), 64)]
 
-    def encode(part: list[str]) -> list[TokenIds]:
+    def encode(part: list[str]) -> Sequence[TokenIds]:
         return engine.tokenizer.encode(part, EncodeOptions())
 
     ready = [encode(part) for part in parts] if engine.device.type == "cuda" else None

@@ -6,7 +6,7 @@ python -m loadtests.engine_alone FOLDER
 import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
 
 
 def _rates(engine: Engine, loop: EngineLoop, texts: str, per_request: int) -> dict[str, Any]:
-    def encode(request: list[str]) -> list[TokenIds]:
+    def encode(request: list[str]) -> Sequence[TokenIds]:
         return engine.tokenizer.encode(request, EncodeOptions())
 
     def once(count: int, seed: int) -> dict[str, float]:

@@ -42,7 +42,7 @@ def measure(environment: str) -> list[dict[str, Any]]:
         "encode": lambda text: library.encode(text, add_special_tokens=False).ids,
         "encode_batch": lambda text: library.encode_batch([text], add_special_tokens=False)[0].ids,
         "encode_batch_fast": lambda text: library.encode_batch_fast([text], add_special_tokens=False)[0].ids,
-        "word table": table.ids,
+        "word table": lambda text: table.ids([text]),
         "Tokenizer.encode": lambda text: ours.encode([text], options),
         "a loop of 10,000 additions": lambda _: spin(),
     }

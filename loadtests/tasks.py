@@ -60,7 +60,7 @@ def in_batches(texts: Sequence[Any], run: Callable[[list[Any]], Any]) -> None:
         run(ordered[start : start + BATCH])
 
 
-def engines(folder: Path, encode: Callable[[Engine, list[str]], list[TokenIds]], options: EmbedOptions) -> dict[str, System]:
+def engines(folder: Path, encode: Callable[[Engine, list[str]], Sequence[TokenIds]], options: EmbedOptions) -> dict[str, System]:
     def system(engine: Engine) -> System:
         def run(texts: list[str]) -> None:
             job = Request(encode(engine, texts), options)
@@ -77,7 +77,7 @@ def engines(folder: Path, encode: Callable[[Engine, list[str]], list[TokenIds]],
     }
 
 
-def plain(engine: Engine, texts: list[str]) -> list[TokenIds]:
+def plain(engine: Engine, texts: list[str]) -> Sequence[TokenIds]:
     return engine.tokenizer.encode(texts, PLAIN)
 
 

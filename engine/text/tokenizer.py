@@ -5,9 +5,10 @@ request changes the shared `tokenizers.Tokenizer`, so requests with different tr
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import chain, pairwise
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers.processors import TemplateProcessing
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model.config import ModelConfig, named_prompt
 from engine.options import EncodeOptions, Input, InputType, TokenIds
+from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText, original_position, windows
 from engine.text.ids import checked_ids
 from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
@@ -27,9 +29,10 @@ from engine.text.word_table import WordTable
 # The most characters of a text for each token of the limit. A longer text is truncated or refused before it is tokenised, so a
 # huge string costs no more than the longest valid one. TEI has the same factor.
 _CHARS_PER_TOKEN = 250
-# Texts of up to this many characters together get their ids from the word table. For longer texts the library is faster: it
-# releases the GIL and tokenises several texts at once.
-_WORD_TABLE_CHARS = 2_000
+# Texts of up to this many characters together get their ids from the word table. Each of its steps holds the GIL, for at most
+# 0.3 ms with this many characters. The library releases the GIL, and tokenises several texts at once.
+_WORD_TABLE_CHARS = 1 << 15
+_ID_BYTES = 4
 # A request's prompt is put before each input. With 2,048 inputs a longer prompt would make far more text than a body may have.
 _MAX_PROMPT_CHARS = 8_192
 # The most tokens of one text that `Tokenizer.tokens` returns. The library copies each list of an encoding in one call that holds
@@ -69,6 +72,8 @@ class Tokenizer:
         self._words = WordTable.of(tokenizer)
         self._config = config
         self._prefix, self._suffix = _special_tokens(tokenizer)
+        self._special = array("i", self._prefix).tobytes(), array("i", self._suffix).tobytes()
+        self._may_end_with_padding = config.padding_id is not None and self._suffix[-1:] in ([], [config.padding_id])
         self._pairs = _pair_template(tokenizer, config)
         self.limit_to(config.max_input_length)
         num_special = max(self.num_special, self._pairs.num_special if self._pairs else 0)
@@ -121,24 +126,30 @@ class Tokenizer:
         self.max_input_length = max_input_length
         self.max_chars = max_input_length * _CHARS_PER_TOKEN
 
-    def encode(self, inputs: Sequence[Input], options: EncodeOptions, first: int = 0) -> list[TokenIds]:
+    def encode(self, inputs: Sequence[Input], options: EncodeOptions, first: int = 0) -> Sequences:
         """Encode inputs of a request, in order. Texts get the prompt and special tokens. Ids are used unchanged.
 
         Args:
             first: the number of the first of these inputs in its request, for errors.
-        Returns: one int32 array per input, at least one id each, at most `max_input_length`.
+        Returns: a sequence per input, at least one id each, at most `max_input_length`.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first input that cannot be encoded. InvalidInput also for a
             text with a token that has no embedding.
         """
         prompt = self._prompt_text(options)
         _check_room(options, self.num_special)
-        texts = [prompt + self._checked_text(i, text, options) for i, text in enumerate(inputs, first) if isinstance(text, str)]
-        encoded = iter(self._with_specials(self._contents(texts), options))
-        sequences = []
+        texts = [each for each in inputs if isinstance(each, str)]
+        if not self._are_plain(texts):
+            texts = [self._checked_text(i, text, options) for i, text in enumerate(inputs, first) if isinstance(text, str)]
+        elif self._config.lower_case:
+            texts = list(map(str.lower, texts))
+        encoded = self._with_specials(self._contents([prompt + text for text in texts] if prompt else texts), options)
+        if len(texts) == len(inputs) and self._are_whole(encoded):
+            return encoded
+        of_texts, sequences = iter(encoded), []
         for index, item in enumerate(inputs, first):
-            ids = self._known(index, next(encoded)) if isinstance(item, str) else self._given_ids(index, item, options)
+            ids = self._known(index, next(of_texts)) if isinstance(item, str) else self._given_ids(index, item, options)
             sequences.append(self._without_padding(ids))
-        return sequences
+        return Sequences.of(sequences)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], options: EncodeOptions, instruction: str | None = None
@@ -247,6 +258,18 @@ class Tokenizer:
     def _prompt_text(self, options: EncodeOptions) -> str:
         return self._cased((self.prompt(options),))[0]
 
+    def _are_plain(self, texts: list[str]) -> bool:
+        """Whether `_checked_text` would accept all of these texts, and truncate none of them."""
+        return all(texts) and max(map(len, texts), default=0) <= self.max_chars and "\0" not in "".join(texts)
+
+    def _are_whole(self, encoded: Sequences) -> bool:
+        """Whether `_known` and `_without_padding` would accept all of these sequences, and shorten none of them."""
+        return (
+            (bool(self.num_special) or encoded.first_empty() is None)
+            and not self._may_end_with_padding
+            and (not self._exceeds_table or int(encoded.token_ids.max(initial=0)) < self._config.vocab_size)
+        )
+
     def _checked_text(self, index: int, text: str, options: EncodeOptions) -> str:
         return self._cased(self._truncate_texts(_checked(index, (text,)), options))[0]
 
@@ -304,13 +327,16 @@ class Tokenizer:
             if length > room:
                 raise self._too_long(length + num_special, options)
 
-    def _contents(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text without special tokens."""
+    def _contents(self, texts: list[str]) -> list[bytes]:
+        """Returns the ids of each text without special tokens, as the bytes of int32."""
+        if not texts:
+            return []
         if self._words is not None and sum(map(len, texts)) <= _WORD_TABLE_CHARS:
-            contents = [ids for text in texts if (ids := self._words.ids(text)) is not None]
-            if len(contents) == len(texts):
+            contents = self._words.ids(texts)
+            if contents is not None:
                 return contents
-        return [encoding.ids for encoding in self._encode_batch(texts, add_special_tokens=False)]
+        encodings = self._encode_batch(texts, add_special_tokens=False)
+        return [array("i", encoding.ids).tobytes() for encoding in encodings]
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool, offsets: bool = False) -> list[Encoding]:
         encode = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
@@ -321,22 +347,23 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"tokenizer error {error}") from error
 
-    def _with_specials(self, contents: Sequence[list[int]], options: EncodeOptions) -> Iterator[TokenIds]:
-        """Returns the ids of each text with special tokens around them.
-
-        All results are parts of one array, because an array for each text would take 1 us.
-        """
+    def _with_specials(self, contents: Sequence[bytes], options: EncodeOptions) -> Sequences:
+        """Returns the ids of each text with special tokens around them."""
+        if not contents:
+            return Sequences.of([])
         room = self._limit(options) - self.num_special
-        ids, ends = list[int](), [0]
-        for content in contents:
-            if len(content) > room:
-                content = content[self._kept(len(content), room, self.num_special, options)]
-            ids += self._prefix
-            ids += content
-            ids += self._suffix
-            ends.append(len(ids))
-        whole = np.array(ids, dtype=np.int32)
-        return (whole[start:stop] for start, stop in pairwise(ends))
+        if max(map(len, contents), default=0) > room * _ID_BYTES:
+            contents = [self._cut(content, room, options) for content in contents]
+        prefix, suffix = self._special
+        whole = bytearray(prefix)  # an array of `bytes` would be read-only
+        whole += (suffix + prefix).join(contents)
+        whole += suffix
+        lengths = [len(content) // _ID_BYTES + self.num_special for content in contents]
+        return Sequences(np.frombuffer(whole, dtype=np.int32), list(accumulate(lengths, initial=0)))
+
+    def _cut(self, content: bytes, room: int, options: EncodeOptions) -> bytes:
+        ids = np.frombuffer(content, dtype=np.int32)
+        return ids[self._kept(len(ids), room, self.num_special, options)].tobytes()
 
     def _given_ids(self, index: int, item: object, options: EncodeOptions) -> TokenIds:
         ids = checked_ids(index, item, self._config.vocab_size)

@@ -1,29 +1,43 @@
-"""Token ids of short ASCII texts, word by word from a table.
+"""Token ids of ASCII texts, word by word from a table.
 
 The `tokenizers` library takes 1.5 to 4 us for a token, because each of its steps tracks the position of each character. A request
 needs only ids. The ids of a word do not depend on the words around it, so this table asks the library once for each word.
+
+A regular expression that finds each word takes three times as long as `str.split`. So the table also has the ids of whole strings
+between two spaces, such as "word," and "don't".
 """
 
 import json
 import re
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE, WordPiece
 
-# The most words of a table: about 15 MB. Later words are not kept.
-_MOST_WORDS = 1 << 16
-# A longer word is not kept. Most words of this length occur once.
-_LONGEST_WORD = 32
+from engine.sequences import Sequences
 
+# The most strings of a table, about 8 MB. A full table is kept beside a new one, which takes words from the full one.
+_MOST_STRINGS = 1 << 15
+# A longer string is not kept. Most strings of this length occur once.
+_LONGEST_STRING = 32
+# The most words of a call that the table asks the library for. With more, the library tokenises the texts. It needs the
+# interpreter for a shorter time than the table needs for new words.
+_MOST_NEW = 64
+
+# The end of a text, among its words. Its ids are the bytes of -1. They are found only there, because the last byte of another id
+# is never 0xff.
+_END, _MARK = "\0", b"\xff" * 4
 # Some tokenizers remove other control characters, and for some they are white space.
-_PLAIN = re.compile(r"[\t\n\r -~]*")
-_BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
-# The pattern in the tokenizers of Qwen2 and Qwen3, and the same pattern for ASCII: Python's `re` has no \p{L} and \p{N}.
+_PLAIN = bytes(range(32, 127)) + b"\t\n\r"
+_BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]|\0")
+# The pattern in the tokenizers of Qwen2 and Qwen3, and the same pattern for ASCII: Python's `re` has no \p{L} and \p{N}. A text
+# ends before \0.
 _QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN_WORDS = re.compile(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\nA-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\0A-Za-z0-9]?[A-Za-z]+|[0-9]| ?[^\s\0A-Za-z0-9]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?![^\s\0])|\s+|\0"
 )
 QWEN_STEPS = [
     {"type": "Split", "pattern": {"Regex": _QWEN}, "behavior": "Isolated", "invert": False},
@@ -32,11 +46,16 @@ QWEN_STEPS = [
 
 
 class WordTable:
-    """The ids of all words so far. Safe to call from several threads."""
+    """The ids of words and of strings of words. Safe to call from several threads."""
 
-    def __init__(self, tokenizer: HFTokenizer, words: re.Pattern[str], lowercase: bool) -> None:
-        self._tokenizer, self._words, self._lowercase = tokenizer, words, lowercase
-        self._ids: dict[str, tuple[int, ...]] = {}
+    def __init__(self, tokenizer: HFTokenizer, words: re.Pattern[str], split: Callable[[Sequence[str]], list[str]]) -> None:
+        """
+        Args:
+            words: finds the words of texts that are joined with `_END`.
+            split: gives strings of whole words of plain texts, in order, with `_END` between two texts.
+        """
+        self._tokenizer, self._words, self._split = tokenizer, words, split
+        self._ids, self._ids_before = {_END: _MARK}, dict[str, bytes]()
         added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
         # A text with an added token, such as "[SEP]", is not only words. The search begins with the first characters of added
         # tokens, because that is fast.
@@ -52,34 +71,76 @@ class WordTable:
         if any(each.normalized and not each.content.isascii() for each in tokenizer.get_added_tokens_decoder().values()):
             return None  # an added token with accents could match an ASCII text once its accents are removed
         if normalizer.get("type") == "BertNormalizer" and pre == {"type": "BertPreTokenizer"} and isinstance(model, WordPiece):
-            return cls(tokenizer, _BERT_WORDS, bool(normalizer["lowercase"]))
+            return cls(tokenizer, _BERT_WORDS, _split_bert_lower if normalizer["lowercase"] else _split_bert)
         is_qwen = normalizer.get("type", "NFC") == "NFC" and pre.get("type") == "Sequence" and pre["pretokenizers"] == QWEN_STEPS
         if is_qwen and isinstance(model, BPE) and not model.dropout:
-            return cls(tokenizer, _QWEN_WORDS, lowercase=False)
+            return cls(tokenizer, _QWEN_WORDS, _split_qwen)
         return None
 
-    def ids(self, text: str) -> list[int] | None:
-        """The ids that the tokenizer gives without special tokens. None for a text that needs the tokenizer itself."""
-        if not _PLAIN.fullmatch(text):
-            return None
-        if any(mark in text for mark in self._marks) and self._added.search(text):
-            return None
-        words, known = self._words.findall(text.lower() if self._lowercase else text), self._ids
-        try:
-            return list(chain.from_iterable([known[word] for word in words]))
-        except KeyError:
-            new = self._learn([word for word in dict.fromkeys(words) if word not in known])
-            return list(chain.from_iterable([new[word] if word in new else known[word] for word in words]))
+    def ids(self, texts: Sequence[str]) -> list[bytes] | None:
+        """The ids that the tokenizer gives for each text without special tokens, as the bytes of int32.
 
-    def _learn(self, words: list[str]) -> dict[str, tuple[int, ...]]:
-        encoding = self._tokenizer.encode(words, is_pretokenized=True, add_special_tokens=False)
-        ids: dict[str, tuple[int, ...]] = dict.fromkeys(words, ())
-        for index, id in zip(encoding.word_ids, encoding.ids, strict=True):
-            assert index is not None, "only special tokens have no word"
-            ids[words[index]] += (id,)
-        if len(self._ids) + len(words) <= _MOST_WORDS:
-            self._ids.update({word: each for word, each in ids.items() if len(word) <= _LONGEST_WORD})
-        return ids
+        All texts are searched at once, because the calls for each text would take longer than the searches.
+
+        Returns: None if a text needs the tokenizer itself.
+        """
+        joined = "".join(texts)
+        if not joined.isascii() or joined.encode().translate(None, _PLAIN):
+            return None
+        if any(mark in joined for mark in self._marks) and self._added.search(joined):
+            return None
+        strings, known = self._split(texts), self._ids
+        try:
+            return b"".join([known[each] for each in strings]).split(_MARK)
+        except KeyError:
+            new = self._learn([each for each in dict.fromkeys(strings) if each not in known])
+            if new is None:
+                return None
+            return b"".join([new[each] if each in new else known[each] for each in strings]).split(_MARK)
+
+    def _learn(self, strings: list[str]) -> dict[str, bytes] | None:
+        """The ids of strings that are not in the table. None if they have too many new words."""
+        words, known, before = self._words.findall(_END.join(strings)), self._ids, self._ids_before
+        ids = {word: found for word in words if (found := known.get(word) or before.get(word))}
+        unknown = [word for word in dict.fromkeys(words) if word not in ids]
+        learned = self._from_library(unknown[:_MOST_NEW])
+        if len(unknown) > _MOST_NEW:
+            self._keep(learned)
+            return None
+        ids |= learned
+        learned |= zip(strings, b"".join([ids[word] for word in words]).split(_MARK), strict=True)
+        self._keep(learned)
+        return learned
+
+    def _from_library(self, words: list[str]) -> dict[str, bytes]:
+        if not words:
+            return {}
+        # `encode` would hold the interpreter.
+        (encoding,) = self._tokenizer.encode_batch([words], is_pretokenized=True, add_special_tokens=False)
+        num_ids = np.bincount(np.array(encoding.word_ids, dtype=np.int64), minlength=len(words))
+        ids = Sequences.of_lengths(np.array(encoding.ids, dtype=np.int32), num_ids)
+        return dict(zip(words, ids.as_bytes(), strict=True))
+
+    def _keep(self, ids: dict[str, bytes]) -> None:
+        if len(self._ids) + len(ids) > _MOST_STRINGS:
+            self._ids, self._ids_before = {_END: _MARK}, self._ids
+        self._ids.update({each: its for each, its in ids.items() if len(each) <= _LONGEST_STRING})
+
+
+def _split_bert(texts: Sequence[str]) -> list[str]:
+    return f" {_END} ".join(texts).split()
+
+
+def _split_bert_lower(texts: Sequence[str]) -> list[str]:
+    return f" {_END} ".join(texts).lower().split()
+
+
+def _split_qwen(texts: Sequence[str]) -> list[str]:
+    """A word begins before each space, if white space is only single spaces with other characters behind them."""
+    joined = f"\1{_END}\1".join(texts)
+    if "  " in joined or " \1" in joined or joined.endswith(" ") or any(space in joined for space in "\t\n\r"):
+        return _QWEN_WORDS.findall(_END.join(texts))
+    return joined.replace(" ", "\1 ").split("\1")
 
 
 def _state(step: Any) -> dict[str, Any]:

@@ -13,10 +13,9 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-import numpy as np
-
 from engine.errors import EmberError
 from engine.options import EncodeOptions, TokenIds
+from engine.sequences import Sequences
 from engine.text.tokenizer import Tokenizer
 from serve_app.corpus.files import CorpusError
 from serve_app.corpus.folder import GO_ON
@@ -95,5 +94,5 @@ def _encoded(tokenizer: Tokenizer, rows: Sequence[Row], options: EncodeOptions) 
     if len(rows[0]) == 1:
         sequences = tokenizer.encode([text for (text,) in rows], options)
     else:
-        sequences = tokenizer.encode_pairs([(query, text) for query, text in rows], options)
-    return np.concatenate(sequences), np.cumsum(list(map(len, sequences))).tolist()
+        sequences = Sequences.of(tokenizer.encode_pairs([(query, text) for query, text in rows], options))
+    return sequences.token_ids, sequences.bounds[1:]

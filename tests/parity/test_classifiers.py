@@ -113,7 +113,11 @@ def test_logits_equal_transformers_alone_and_in_company(folder: Path, device: st
     expected = np.stack([*(reference(text) for text in texts()), *(reference(*pair) for pair in pairs())])
     assert expected.shape[1] == len(engine.config.labels) == engine.config.embedding_size
     assert engine.config.task == ("reranker" if expected.shape[1] == 1 else "classifier")
-    sequences = engine.tokenizer.encode(texts(), EncodeOptions()) + engine.tokenizer.encode_pairs(pairs(), EncodeOptions())
+    of_texts, of_pairs = (
+        engine.tokenizer.encode(texts(), EncodeOptions()),
+        engine.tokenizer.encode_pairs(pairs(), EncodeOptions()),
+    )
+    sequences = [*of_texts, *of_pairs]
     np.testing.assert_allclose(ours(engine, sequences), expected, rtol=1e-4, atol=3e-5)
     for ids, row in zip(sequences, expected, strict=True):
         np.testing.assert_allclose(ours(engine, [ids])[0], row, rtol=1e-4, atol=3e-5)

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from engine import EmptyInput, InvalidInput, ModelError
 from engine.model.folder import load_model_config
@@ -37,6 +41,53 @@ def test_an_error_names_the_input_of_the_request(ours: Tokenizer) -> None:
         ours.encode(["a", "\0"], EncodeOptions(), first=256)
     with pytest.raises(InvalidInput, match="input 257 has token id"):
         ours.encode(["a", [1 << 30]], EncodeOptions(), first=256)
+
+
+@pytest.mark.parametrize("lower_case", [False, True])
+@pytest.mark.parametrize("direction", ["left", "right"])
+def test_texts_at_once_have_the_ids_of_each_alone(ours: Tokenizer, direction: Any, lower_case: bool) -> None:
+    tokenizer = copy(ours)
+    tokenizer._config = replace(ours._config, lower_case=lower_case)
+    tokenizer.limit_to(6)
+    for inputs in (["one", "TWO words", "three.", "a\nb"] * 3, [*TEXTS, "plain"], ["one", [5, 6], "two", [7] * 9], [], [[5]]):
+        for prompt in (None, "Find: "):
+            options = EncodeOptions(truncation_direction=direction, prompt=prompt)
+            together = tokenizer.encode(inputs, options)
+            alone = [tokenizer.encode([each], options)[0].tolist() for each in inputs]
+            assert [ids.tolist() for ids in together] == alone
+            assert together.num_tokens == len(together.token_ids) == sum(map(len, alone))
+            assert together.token_ids.dtype == np.int32
+            assert together.token_ids.flags.writeable
+
+
+def test_the_first_wrong_input_is_named(ours: Tokenizer) -> None:
+    tokenizer = copy(ours)
+    tokenizer._config, tokenizer._exceeds_table = replace(ours._config, vocab_size=5000), True
+    with pytest.raises(InvalidInput, match="input 2 has the token 'collar'"):
+        tokenizer.encode(["the", "the", "collar", "enabled"], EncodeOptions())
+    with pytest.raises(EmptyInput):
+        tokenizer.encode(["the", "", "\0"], EncodeOptions())
+    with pytest.raises(InvalidInput, match="NUL characters, input 1 does"):
+        tokenizer.encode(["the", "\0", ""], EncodeOptions())
+    with pytest.raises(InvalidInput, match="Given: 302"):
+        tokenizer.encode(["the", "the " * 300, "the " * 400], EncodeOptions(truncate=False))
+
+
+def test_padding_at_the_end_of_a_text_is_left_out(tiny: Callable[..., Path]) -> None:
+    folder = tiny("qwen3")
+    config, library = load_model_config(folder), HFTokenizer.from_file(str(folder / "tokenizer.json"))
+    first, padding, other = library.encode("w0 w1 w2", add_special_tokens=False).ids
+    texts = ["w0", "w0 w1 w2", "w1 w0 w1 w1", "w1"]
+    (*_, end), *_ = Tokenizer(library, config).encode(texts, EncodeOptions())
+    padded = Tokenizer(library, replace(config, padding_id=int(end))).encode(["w0", "w0 w1"], EncodeOptions())
+    assert [ids.tolist() for ids in padded] == [[first], [first, padding]]
+    library.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
+    bare = Tokenizer(library, replace(config, padding_id=padding))
+    found = bare.encode(texts, EncodeOptions())
+    assert [ids.tolist() for ids in found] == [[first], [first, padding, other], [padding, first], [padding]]
+    for tokenizer in (bare, Tokenizer(library, config)):
+        with pytest.raises(EmptyInput):
+            tokenizer.encode(["w0", " "], EncodeOptions())
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])

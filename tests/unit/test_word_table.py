@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,6 +45,15 @@ def qwen() -> HFTokenizer:
     return tokenizer
 
 
+def ids(table: WordTable, *texts: str) -> list[list[int]] | None:
+    found = table.ids(texts)
+    return None if found is None else [np.frombuffer(each, dtype=np.int32).tolist() for each in found]
+
+
+def expected(name: str, *texts: str) -> list[list[int]]:
+    return [TOKENIZERS[name].encode(text, add_special_tokens=False).ids for text in texts]
+
+
 TOKENIZERS = {"bert": bert(), "qwen": qwen()}
 TABLES = {name: WordTable.of(each) for name, each in TOKENIZERS.items()}
 
@@ -54,8 +64,35 @@ TABLES = {name: WordTable.of(each) for name, each in TOKENIZERS.items()}
 def test_ids_are_those_of_the_tokenizer(name: str, text: str) -> None:
     table = TABLES[name]
     assert table is not None
-    ids = table.ids(text)
-    assert ids is None or ids == TOKENIZERS[name].encode(text, add_special_tokens=False).ids
+    found = ids(table, text)
+    assert found is None or found == expected(name, text)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=400, deadline=None)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=6))
+def test_texts_at_once_have_the_ids_of_each_alone(name: str, texts: list[str]) -> None:
+    table = TABLES[name]
+    assert table is not None
+    found = ids(table, *texts)
+    assert found is None or found == expected(name, *texts)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["one", "", " two", "three ", " ", ""],
+        ["two  spaces", "and  more   ", "   "],
+        ["a line\n", "\n\nand a second\r\n", "\ta tab \n b"],
+        ["it's", "'s", "s", "'", "'S x'LL"],
+        ["2024-01-02 03:04", "3.14", " 5"],
+    ],
+)
+def test_the_end_of_a_text_parts_words(name: str, texts: list[str]) -> None:
+    table = TABLES[name]
+    assert table is not None
+    assert ids(table, *texts) == expected(name, *texts)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -63,19 +100,30 @@ def test_words_are_asked_for_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     table = WordTable.of(TOKENIZERS[name])
     assert table is not None
     text = "It's the same text, 42 times.\n"
-    first = table.ids(text)
+    first = ids(table, text)
     monkeypatch.setattr(table, "_learn", None)
     assert first
-    assert table.ids(text) == first
+    assert ids(table, text) == first
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_string_of_known_words_needs_no_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = WordTable.of(TOKENIZERS[name])
+    assert table is not None
+    ids(table, "one, two. three (four)")
+    monkeypatch.setattr(table, "_tokenizer", None)
+    assert ids(table, "one. two, three", "one") == expected(name, "one. two, three", "one")
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("bert", "a [SEP] b"), ("qwen", "a <think> b"), ("bert", "naïve"), ("qwen", "a\x0bb")]
+    ("name", "text"),
+    [("bert", "a [SEP] b"), ("qwen", "a <think> b"), ("bert", "naïve"), ("qwen", "a\x0bb"), ("bert", "a\0b"), ("qwen", "a\1b")],
 )
 def test_other_texts_are_left_to_the_tokenizer(name: str, text: str) -> None:
     table = TABLES[name]
     assert table is not None
-    assert table.ids(text) is None
+    assert ids(table, text) is None
+    assert ids(table, "first", text, "last") is None
 
 
 @pytest.mark.parametrize("token", ["Foo", "[New]"])
@@ -86,7 +134,7 @@ def test_added_tokens_are_found_in_any_case(token: str) -> None:
     assert table is not None
     text = f"the {token.lower()} word"
     assert tokenizer.token_to_id(token) in tokenizer.encode(text).ids
-    assert table.ids(text) is None
+    assert ids(table, text) is None
 
 
 def test_an_added_token_with_accents_leaves_all_texts_to_the_tokenizer() -> None:
@@ -97,12 +145,23 @@ def test_an_added_token_with_accents_leaves_all_texts_to_the_tokenizer() -> None
 
 
 def test_a_full_table_and_long_words_still_give_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_table, "_MOST_WORDS", 3)
+    monkeypatch.setattr(word_table, "_MOST_STRINGS", 5)
     table = WordTable.of(TOKENIZERS["bert"])
     assert table is not None
-    for text in ("one two", "three four", f"one {'x' * 40}", "four five one"):
-        assert table.ids(text) == TOKENIZERS["bert"].encode(text, add_special_tokens=False).ids
-    assert set(table._ids) == {"one", "two"}
+    for text in ("one two", "three four", f"one {'x' * 40}", "four five one", "seven eight"):
+        assert ids(table, text) == expected("bert", text)
+        assert len(table._ids) <= 5
+    assert not any("x" in each for each in (*table._ids, *table._ids_before))
+    monkeypatch.setattr(table, "_tokenizer", None)  # words of the full table need no library
+    assert ids(table, "one five") == expected("bert", "one five")
+
+
+def test_texts_with_many_new_words_are_left_to_the_tokenizer_until_their_words_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_table, "_MOST_NEW", 2)
+    table = WordTable.of(TOKENIZERS["bert"])
+    assert table is not None
+    texts = "one two three", "four five"
+    assert [ids(table, *texts) for _ in range(3)] == [None, None, expected("bert", *texts)]
 
 
 def test_an_unknown_kind_of_tokenizer_has_no_table() -> None:
