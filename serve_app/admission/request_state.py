@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from time import perf_counter
 
-from engine.options import TextOrIds, TokenIds
+from engine.options import TextOrIds
 from engine.results import Embeddings
 from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.admission.qos import Qos
@@ -22,10 +22,10 @@ class RequestState:
         self.num_tokens = 0
         self.tokenization_s = self._queue_s = self._inference_s = 0.0
 
-    def tokenized(self, sequences: Sequence[TokenIds]) -> None:
+    def tokenized(self, num_tokens: int) -> None:
         """Records that tokenisation has ended now."""
         self.tokenization_s = perf_counter() - self._start
-        self.num_tokens = sum(map(len, sequences))
+        self.num_tokens = num_tokens
 
     def computed(self, results: Sequence[Embeddings]) -> None:
         """Records the longest wait and the longest inference among the request's jobs."""

@@ -5,6 +5,7 @@ with two deaths is refused for `REFUSED_S`. A suspect that gets its answer is no
 """
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from hashlib import blake2b
 from math import ceil, inf
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.options import TokenIds
 from engine.schedule.stream import Stream
+from engine.sequences import Sequences
 from serve_app.errors import Quarantined
 
 T = TypeVar("T")
@@ -40,7 +42,9 @@ class Death(NamedTuple):
 
 def fingerprint(model: str, sequences: Sequence[TokenIds]) -> int:
     """A 64-bit number over 0. It is the same for the same token ids in every process."""
-    digest = blake2b(b"|".join([model.encode(), *(ids.tobytes() for ids in sequences)]), digest_size=8).digest()
+    whole = Sequences.of(sequences)
+    head = f"{model}|{len(whole)}|".encode()
+    digest = blake2b(b"".join([head, array("q", whole.bounds), whole.token_ids.tobytes()]), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 

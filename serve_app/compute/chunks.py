@@ -8,6 +8,7 @@ import numpy as np
 from engine.errors import InvalidInput
 from engine.options import EmbedOptions, EncodeOptions, TextOrIds, check_outputs
 from engine.run.flight import Vectors
+from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.request_state import RequestState
@@ -81,7 +82,7 @@ async def _embed_late(
 ) -> list[Chunks]:
     """Computes each text as a separate job, because the chunks' positions are an option of a job."""
     service.metrics.tei.started(state.method, state.num_inputs)
-    service.count_tokens(state, model, [each.token_ids for each in cut])
+    service.count_tokens(state, model, Sequences.of([each.token_ids for each in cut]))
     qos, late = state.qos.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
     jobs = [(each.token_ids, replace(late, spans=each.spans)) for each in cut]
     for token_ids, job_options in jobs:  # checked here, because in a pass a wrong job would fail other requests too

@@ -80,7 +80,7 @@ async def _classify(
     model: ServedModel,
     raw_scores: bool,
     num_chars: int,
-    encode: Callable[..., list[TokenIds]],
+    encode: Callable[..., Sequence[TokenIds]],
     *args: Any,
 ) -> Vectors:
     service.metrics.tei.started(state.method, state.num_inputs, "predict")

@@ -14,6 +14,7 @@ from cluster.settings import ServerSettings
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput
 from engine.options import EmbedOptions, TextOrIds, TokenIds
 from engine.results import Embeddings
+from engine.sequences import Sequences
 from serve_app.admission.accounts import calling
 from serve_app.admission.admission import Admission
 from serve_app.admission.bytes_in_flight import Hold
@@ -93,7 +94,7 @@ class Service:
         model: ServedModel,
         options: EmbedOptions,
         num_chars: int,
-        pieces: Iterable[Callable[[], list[TokenIds]]],
+        pieces: Iterable[Callable[[], Sequence[TokenIds]]],
         task: Task = "embed",
     ) -> Embeddings:
         """Tokenises `num_chars` characters piece by piece, and computes the result.
@@ -150,14 +151,14 @@ class Service:
             return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")
         return DeadlineExceeded(f"the request was not finished within {timeout_s:g} s; send fewer inputs or retry later")
 
-    async def _tokenised(self, num_chars: int, pieces: Iterable[Callable[[], list[TokenIds]]]) -> list[TokenIds]:
+    async def _tokenised(self, num_chars: int, pieces: Iterable[Callable[[], Sequence[TokenIds]]]) -> Sequences:
         if num_chars <= _INLINE_CHARS:
-            return [ids for piece in pieces for ids in piece()]
-        sequences = []
+            return Sequences.joined([Sequences.of(piece()) for piece in pieces])
+        parts = []
         for piece in pieces:
             async with self.turn():
-                sequences += await self.in_thread(piece)
-        return sequences
+                parts.append(Sequences.of(await self.in_thread(piece)))
+        return Sequences.joined(parts)
 
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """Calls `function(*args)`, on a thread if the number of characters would block the event loop."""
@@ -178,14 +179,14 @@ class Service:
         """Calls `function(*args)` on a tokenising thread."""
         return asyncio.get_running_loop().run_in_executor(self._tokenizing, function, *args)
 
-    def count_tokens(self, state: RequestState, model: ServedModel, sequences: Sequence[TokenIds]) -> None:
+    def count_tokens(self, state: RequestState, model: ServedModel, sequences: Sequences) -> None:
         """Counts a request that has just been tokenised. Raises: Overloaded for an API key without enough tokens left."""
-        state.tokenized(sequences)
+        state.tokenized(sequences.num_tokens)
         if (found := record.get()) is not None:
             found.tokenized(model.info.served_model_name, state.num_tokens)
         self.admission.spend(model, state.num_tokens)
         self.metrics.tokenize_seconds.observe(state.tokenization_s)
-        self.metrics.tei.tokenized(map(len, sequences))
+        self.metrics.tei.tokenized(sequences.length_list())
 
     def count_results(self, state: RequestState, results: Sequence[Embeddings], task: Task) -> None:
         """Counts a request that has just been computed."""

@@ -24,6 +24,7 @@ from engine.options import EmbedOptions, SamplingOptions, TokenIds
 from engine.request_tag import request_tags
 from engine.results import Embeddings
 from engine.schedule.stream import Stream
+from engine.sequences import Sequences
 from engine.text import grammar
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
@@ -116,11 +117,12 @@ class PooledModel:
 
     async def _embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         batch = qos.priority == "batch"
-        parts = split([pool.load for pool in self.pools], [len(ids) for ids in sequences], monotonic(), batch)
-        mark = fingerprint(self.given.spec.name, sequences)
+        whole = Sequences.of(sequences)
+        parts = split([pool.load for pool in self.pools], whole.length_list(), monotonic(), batch)
+        mark = fingerprint(self.given.spec.name, whole)
         if len(parts) == 1:
-            return await self._compute(mark, sequences, options, qos)
-        results = await gather(self._compute(mark, [sequences[i] for i in part], options, qos) for part in parts)
+            return await self._compute(mark, whole, options, qos)
+        results = await gather(self._compute(mark, whole.chosen(np.array(part)), options, qos) for part in parts)
         return _joined(parts, results, options)
 
     def finish_s(self, num_tokens: int) -> float:
@@ -148,7 +150,7 @@ class PooledModel:
         pools = [pool.overview() for pool in self.pools]
         return self.info.overview() | {"state": _state_of(pools), "aliases": list(self.given.aliases), "pools": pools}
 
-    async def _compute(self, mark: int, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
+    async def _compute(self, mark: int, sequences: Sequences, options: EmbedOptions, qos: Qos) -> Embeddings:
         """Computes on one replica, and again on another one if the first is lost. A repeated computation does no harm.
 
         A replica that was already gone when the request was sent does not count.
@@ -157,17 +159,18 @@ class PooledModel:
             mark: the fingerprint of the whole request.
         Raises: Quarantined for a request with which two replicas died, in this call or before.
         """
-        lengths, start, sent_at = [len(ids) for ids in sequences], monotonic(), self.suspects.now()
+        num_tokens, longest = sequences.num_tokens, max(sequences.length_list())
+        start, sent_at = monotonic(), self.suspects.now()
 
         async def attempt() -> Embeddings:
             nonlocal sent_at
-            ticket = next_ticket(sum(lengths), max(lengths), qos.priority == "batch", fingerprint=mark)
+            ticket = next_ticket(num_tokens, longest, qos.priority == "batch", fingerprint=mark)
             sent_at = self.suspects.now()
             left = qos.after(monotonic() - start)
             return await self._choose(ticket, left).embed(sequences, options, left, ticket, alone=mark in self.suspects)
 
         num_attempts = num_losses = 0
-        self._open_tokens[qos.owner] += sum(lengths)
+        self._open_tokens[qos.owner] += num_tokens
         try:
             while num_losses < 2 and (num_attempts < 2 or monotonic() < start + _UNREACHABLE_S):
                 try:
@@ -180,7 +183,7 @@ class PooledModel:
                         await asyncio.sleep(_AGAIN_S)
             raise self.given_up(mark)
         finally:
-            self._open_tokens[qos.owner] -= sum(lengths)
+            self._open_tokens[qos.owner] -= num_tokens
             if not self._open_tokens[qos.owner]:
                 del self._open_tokens[qos.owner]
 

@@ -48,13 +48,14 @@ class Parcel:
         """Args:
         calls: at least one call, all of one group of `pack`, each with at least one sequence.
         """
-        sequences = [ids for each, _, _ in calls for ids in each]
+        parts = [Sequences.of(each) for each, _, _ in calls]
         _, options, qos = calls[0]
-        counts, deadlines_s = tuple(len(each) for each, _, _ in calls), tuple(qos.deadline_s for _, _, qos in calls)
+        counts, deadlines_s = tuple(map(len, parts)), tuple(qos.deadline_s for _, _, qos in calls)
         if qos.deadline_s is not None:
             qos = replace(qos, deadline_s=min(each for each in deadlines_s if each is not None))
-        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
-        return cls(np.concatenate(sequences), lengths, counts, options, qos, deadlines_s, tuple(fingerprints), tuple(tags))
+        token_ids = parts[0].token_ids if len(parts) == 1 else np.concatenate([each.token_ids for each in parts])
+        lengths = np.array([length for each in parts for length in each.length_list()], dtype=np.int32)
+        return cls(token_ids, lengths, counts, options, qos, deadlines_s, tuple(fingerprints), tuple(tags))
 
     @property
     def is_large(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from engine.errors import BackendError, DeadlineOutOfReach, NotFinite
 from engine.options import EmbedOptions, TokenIds
 from engine.results import Embeddings
+from engine.sequences import Sequences
 from serve_app.admission.qos import DEFAULT_QOS, Qos
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.parcel import Answer, ReplicaCall, pack, unpack
@@ -75,6 +76,19 @@ def test_calls_that_ask_for_the_same_are_one_computation() -> None:
     assert [vectors(each) for each in answers] == [[[1, 3, 0, 0]], [[20, 2, 0, 0], [21, 7, 0, 0]], [[30, 1, 0, 0]]]
     assert isinstance(answers[1], Embeddings)
     assert (answers[1].queue_s, answers[1].inference_s) == (0.25, 0.5)
+
+
+def test_a_call_alone_is_sent_without_a_copy_of_its_ids() -> None:
+    sequences, options, qos = call(3, 2, first=1)
+    alone, (other, _, _) = Sequences.of(sequences), call(1, first=30)
+    ((_, parcel),) = pack([(alone, options, qos)])
+    assert parcel.token_ids is alone.token_ids
+    assert parcel.lengths.tolist() == [3, 2]
+    ((_, joint),) = pack([(alone, options, qos), (other, options, qos)])
+    assert (joint.token_ids.tolist(), joint.lengths.tolist(), joint.counts) == ([1, 1, 1, 2, 2, 30], [3, 2, 1], (2, 1))
+    assert [vectors(each) for each in sent([(alone, options, qos), (other, options, qos)])[0]] == [
+        [[1, 3, 0, 0], [2, 2, 0, 0]], [[30, 1, 0, 0]],
+    ]  # fmt: skip
 
 
 def test_other_options_or_terms_are_computations_of_their_own_in_any_order() -> None:

@@ -26,7 +26,7 @@ def test_it_has_the_items_of_the_list(ids: list[list[int]]) -> None:
     packed = Sequences.of(arrays(ids))
     assert plain(packed) == [packed[index].tolist() for index in range(len(packed))] == ids
     assert [packed[index].tolist() for index in range(-len(ids), 0)] == ids
-    assert packed.lengths.tolist() == list(map(len, ids))
+    assert packed.lengths.tolist() == packed.length_list() == list(map(len, ids))
     assert plain(Sequences.of_lengths(packed.token_ids, packed.lengths)) == ids
     assert [np.frombuffer(each, dtype=np.int32).tolist() for each in packed.as_bytes()] == ids
     assert packed.first_empty() == (ids.index([]) if [] in ids else None)

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from engine.errors import DeviceLost
-from engine.options import EmbedOptions, SamplingOptions
+from engine.options import EmbedOptions, SamplingOptions, TokenIds
 from engine.schedule.stream import Stream, Token
+from engine.sequences import Sequences
 from serve_app.admission import suspects as module
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
@@ -41,9 +42,17 @@ class Clock:
 
 
 def test_a_fingerprint_is_of_the_model_and_the_ids() -> None:
-    ids = [np.array(each, dtype=np.int32) for each in ([1, 2, 3], [4])]
+    def arrays(*ids: list[int]) -> list[TokenIds]:
+        return [np.array(each, dtype=np.int32) for each in ids]
+
+    ids = arrays([1, 2, 3], [4])
     marks = [fingerprint("m", ids), fingerprint("n", ids), fingerprint("m", ids[:1]), fingerprint("m", [ids[0][::2]])]
+    splits = [arrays([1, 2], [3, 4]), arrays([1], [2, 3, 4]), arrays([1, 2, 3, 4])]
+    marks += [fingerprint("m", each) for each in splits]
     assert len(set(marks)) == len(marks)
+    view, part = np.array([9, 4, 9], dtype=np.int32)[1:2], Sequences.of(arrays([5], [1, 2, 3], [4]))[1:]
+    held = [ids, Sequences.of(ids), [ids[0], view], part]
+    assert {fingerprint("m", each) for each in held} == {marks[0]}
     assert all(0 < mark < 1 << 64 for mark in marks)
     code = "import numpy as np; from serve_app.admission.suspects import fingerprint as f; a = np.int32; "
     code += "print(f('m', [np.array([1, 2, 3], a), np.array([4], a)]))"
@@ -101,7 +110,7 @@ def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
 
     model._choose = lambda *_: SimpleNamespace(embed=embed)  # type: ignore[method-assign, assignment, return-value]
     clock.now += 1
-    asking = model._compute(7, [np.array([1], dtype=np.int32)], EmbedOptions(), Qos())
+    asking = model._compute(7, Sequences.of([np.array([1], dtype=np.int32)]), EmbedOptions(), Qos())
     if error is None:
         assert asyncio.run(asking) == "vectors"
     else:
@@ -123,7 +132,7 @@ def test_a_request_that_reaches_no_replica_has_an_end(monkeypatch: pytest.Monkey
 
     model._choose = lambda *_: SimpleNamespace(embed=embed)  # type: ignore[method-assign, assignment, return-value]
     with pytest.raises(Unhealthy):
-        asyncio.run(model._compute(7, [np.array([1], dtype=np.int32)], EmbedOptions(), Qos()))
+        asyncio.run(model._compute(7, Sequences.of([np.array([1], dtype=np.int32)]), EmbedOptions(), Qos()))
     assert attempts["all"] > 2
     assert not model._open_tokens
 
