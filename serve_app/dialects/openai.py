@@ -1,7 +1,7 @@
 """OpenAI's embeddings."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from engine.options import EmbedOptions
 from serve_app.compute.chunks import Chunks, embed_chunks, only_texts
@@ -13,12 +13,15 @@ from serve_app.compute.tasks import check_embed
 from serve_app.dialects.bodies import Prompted
 from serve_app.dialects.fields import Dimensions, Inputs
 from serve_app.dialects.handler import Headers, Reply
-from serve_app.dialects.vectors import Vectors, encoded_rows, quantized
+from serve_app.dialects.vectors import DeferredList, EncodingFormat, Vectors, encoded_rows, quantized, vectors_size
+
+# The approximate bytes of an entry without its vector.
+_ENTRY_BYTES = 200
 
 
 class OpenAIEmbeddingsRequest(Prompted):
     input: Inputs
-    encoding_format: Literal["float", "base64"] | None = None
+    encoding_format: EncodingFormat = None
     dimensions: Dimensions | None = None
     output_dtype: OutputDtype | None = None
     user: str | None = None
@@ -35,8 +38,7 @@ async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: 
         if body.chunking is None:
             result = await embed(service, state, model, body.input, encoding, options, (dtype,))
             (vectors,) = await quantized(service, [result.vectors], dtype, model)
-            rows = encoded_rows(vectors, body.encoding_format)
-            data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+            data: Any = Entries(vectors, body.encoding_format)
         else:
             texts = only_texts(body.input)
             chunked = await embed_chunks(service, state, model, texts, body.chunking, encoding, options, (dtype,))
@@ -48,6 +50,23 @@ async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: 
             ]
     usage = {"prompt_tokens": state.num_tokens, "total_tokens": state.num_tokens}
     return Reply({"object": "list", "data": data, "model": model.info.served_model_name, "usage": usage}, model, state)
+
+
+class Entries(DeferredList):
+    """An entry for each vector."""
+
+    __slots__ = ("_encoding_format", "_vectors", "json_size")
+
+    def __init__(self, vectors: Vectors, encoding_format: EncodingFormat) -> None:
+        self._vectors, self._encoding_format = vectors, encoding_format
+        self.json_size = len(vectors) * _ENTRY_BYTES + vectors_size(vectors, encoding_format)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def part(self, start: int, stop: int) -> list[Any]:
+        rows = encoded_rows(self._vectors[start:stop], self._encoding_format)
+        return [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows, start)]
 
 
 def _chunk_entries(chunks: Chunks, vectors: Vectors, body: OpenAIEmbeddingsRequest) -> Iterator[dict[str, Any]]:

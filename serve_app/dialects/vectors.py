@@ -1,6 +1,7 @@
 """Puts vectors into the form of the dialects' responses."""
 
 import binascii
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,8 +12,12 @@ from serve_app.compute.quantize import OutputDtype, quantize
 from serve_app.compute.service import Service
 from serve_app.models import ServedModel
 
+# The approximate bytes of a number of an array in JSON.
+NUMBER_BYTES = 12
+
 # float32, or quantised
 Vectors = NDArray[np.float32] | NDArray[np.int8] | NDArray[np.uint8]
+EncodingFormat = Literal["float", "base64"] | None
 
 
 async def quantized(service: Service, arrays: Sequence[Vectors | None], dtype: OutputDtype, model: ServedModel) -> list[Vectors]:
@@ -24,11 +29,16 @@ async def quantized(service: Service, arrays: Sequence[Vectors | None], dtype: O
     return await service.with_arrays(size, lambda: [quantize(each, dtype, ranges) for each in given])
 
 
-def encoded_rows(vectors: Vectors, encoding_format: Literal["float", "base64"] | None) -> Sequence[Any]:
+def encoded_rows(vectors: Vectors, encoding_format: EncodingFormat) -> Sequence[Any]:
     """Each vector as an array, or in base64."""
     if encoding_format != "base64":
         return list(vectors)
     return list(map(Base64, vectors.astype(vectors.dtype.newbyteorder("<"), copy=False)))
+
+
+def vectors_size(vectors: Vectors, encoding_format: EncodingFormat) -> int:
+    """The approximate bytes of the JSON of all vectors."""
+    return vectors.nbytes * 4 // 3 if encoding_format == "base64" else NUMBER_BYTES * vectors.size
 
 
 class Deferred:
@@ -44,6 +54,22 @@ class Deferred:
     def plain(self) -> Any:
         """The value as plain data."""
         raise NotImplementedError
+
+
+class DeferredList(Deferred):
+    """A list whose items are built when their part of the response is encoded. All items have about the same size."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> list[Any]:
+        """The items [start, stop) as plain data. `stop` may be beyond the end."""
+
+    def plain(self) -> list[Any]:
+        return self.part(0, len(self))
 
 
 class Base64(Deferred):

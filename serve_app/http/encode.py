@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 from engine.text.tokenizer import Token
 from serve_app.admission.bytes_in_flight import Hold
 from serve_app.compute.service import Service
-from serve_app.dialects.vectors import Deferred
+from serve_app.dialects.vectors import NUMBER_BYTES, Deferred, DeferredList
 from serve_app.http.connection import abort
 
 # Bytes of a part. Encoding 1 MB takes 6 to 20 ms. A part takes a turn of the event loop, and other requests need several turns.
 _PART_BYTES = 1 << 17
-# Approximate bytes of a float in an array, of any value with its name, and of a token of `/tokenize`.
-_NUMBER_BYTES, _VALUE_BYTES, _TOKEN_BYTES = 12, 64, 80
+# Approximate bytes of any value with its name, and of a token of `/tokenize`.
+_VALUE_BYTES, _TOKEN_BYTES = 64, 80
 _PLAIN = frozenset({int, float, bool, type(None)})
 
 
@@ -62,7 +62,7 @@ def json_size(content: Any) -> int:
     """The approximate number of bytes of the JSON."""
     kind = type(content)
     if kind is np.ndarray:
-        return int(_NUMBER_BYTES * content.size)
+        return int(NUMBER_BYTES * content.size)
     if kind is dict:
         content = content.values()
     elif isinstance(content, Deferred):
@@ -100,8 +100,13 @@ def json_parts(content: Any, size: int) -> Iterator[bytes]:
 
 def _pieces(content: Any, size: float) -> Iterator[bytes]:
     """The JSON in pieces of at most about `_PART_BYTES`."""
-    if size <= _PART_BYTES or not isinstance(content, dict | list | tuple | np.ndarray) or not len(content):
+    if size <= _PART_BYTES or not isinstance(content, dict | list | tuple | np.ndarray | DeferredList) or not len(content):
         yield to_json(content)
+    elif isinstance(content, DeferredList):
+        step = max(1, _PART_BYTES * len(content) // content.json_size)
+        for start in range(0, len(content), step):
+            yield (b"," if start else b"[") + to_json(content.part(start, start + step))[1:-1]
+        yield b"]"
     elif isinstance(content, dict):
         for index, (key, value) in enumerate(content.items()):
             yield (b"," if index else b"{") + to_json(key) + b":"

@@ -21,8 +21,9 @@ from loadtests import stalls
 from serve_app.admission.admission import Admission
 from serve_app.admission.bytes_in_flight import BytesInFlight, Hold
 from serve_app.compute.service import Service
+from serve_app.dialects.openai import Entries
 from serve_app.dialects.tei_answers import _Predictions, _Sparse
-from serve_app.dialects.vectors import Base64
+from serve_app.dialects.vectors import Base64, EncodingFormat, encoded_rows
 from serve_app.errors import BadBody, Overloaded
 from serve_app.http import body as bodies
 from serve_app.http import encode
@@ -210,6 +211,8 @@ _VECTORS = np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32
         [[_VECTORS[:3], _VECTORS[3:4]], [], [_VECTORS]],
         {"texts": ["é" * 5000] * 3, "none": None, "empty": {}, "deep": {"rows": list(_VECTORS)}},
         [Base64(row) for row in _VECTORS],
+        {"object": "list", "data": Entries(_VECTORS, "float")},
+        {"object": "list", "data": Entries(_VECTORS, "base64")},
         [_Sparse(np.ones(20, dtype=[("index", np.int32), ("value", np.float32)]))] * 40,
         [_Predictions(row, [f"LABEL_{i}" for i in range(300)]) for row in _VECTORS],
         [[Token(i, "a", False, i, i + 1) for i in range(200)], [Token(0, "[CLS]", True, None, None)]],
@@ -225,6 +228,18 @@ def test_an_answer_in_parts_is_the_answer(content: Any, monkeypatch: pytest.Monk
     if not isinstance(content, str) and len(content):
         assert len(parts) > 3
         assert max(map(len, parts)) < 32_000
+
+
+@pytest.mark.parametrize("encoding_format", [None, "float", "base64"])
+def test_the_entries_of_vectors_are_openais(encoding_format: EncodingFormat) -> None:
+    entries = Entries(_VECTORS, encoding_format)
+    plain = [
+        {"object": "embedding", "index": index, "embedding": row}
+        for index, row in enumerate(encoded_rows(_VECTORS, encoding_format))
+    ]
+    assert encode.to_json(entries) == encode.to_json(plain)
+    assert encode.json_size({"data": entries}) == pytest.approx(encode.json_size({"data": plain}), rel=0.01)
+    assert encode.to_json(Entries(_VECTORS[:0], encoding_format)) == b"[]"
 
 
 def test_other_requests_go_on_between_the_parts_of_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
