@@ -22,9 +22,9 @@ from engine.sequences import Sequences
 _MOST_STRINGS = 1 << 15
 # A longer string is not kept. Most strings of this length occur once.
 _LONGEST_STRING = 32
-# The most words of a call that the table asks the library for. With more, the library tokenises the texts. It needs the
-# interpreter for a shorter time than the table needs for new words.
-_MOST_NEW = 64
+# The most strings that the table learns in a call. If there are more, the library tokenises the texts, because it needs the
+# interpreter for a shorter time than the table needs for new strings.
+_MOST_NEW = 128
 
 # The end of a text, among its words. Its ids are the bytes of -1. They are found only there, because the last byte of another id
 # is never 0xff.
@@ -93,20 +93,17 @@ class WordTable:
         try:
             return b"".join([known[each] for each in strings]).split(_MARK)
         except KeyError:
-            new = self._learn([each for each in dict.fromkeys(strings) if each not in known])
-            if new is None:
+            new = list(set(strings).difference(known))
+            learned = self._learn(new[:_MOST_NEW])
+            if len(new) > _MOST_NEW:
                 return None
-            return b"".join([new[each] if each in new else known[each] for each in strings]).split(_MARK)
+            return b"".join([learned[each] if each in learned else known[each] for each in strings]).split(_MARK)
 
-    def _learn(self, strings: list[str]) -> dict[str, bytes] | None:
-        """The ids of strings that are not in the table. None if they have too many new words."""
+    def _learn(self, strings: list[str]) -> dict[str, bytes]:
+        """The ids of strings that are not in the table, and of their words."""
         words, known, before = self._words.findall(_END.join(strings)), self._ids, self._ids_before
         ids = {word: found for word in words if (found := known.get(word) or before.get(word))}
-        unknown = [word for word in dict.fromkeys(words) if word not in ids]
-        learned = self._from_library(unknown[:_MOST_NEW])
-        if len(unknown) > _MOST_NEW:
-            self._keep(learned)
-            return None
+        learned = self._from_library(list(set(words).difference(ids)))
         ids |= learned
         learned |= zip(strings, b"".join([ids[word] for word in words]).split(_MARK), strict=True)
         self._keep(learned)

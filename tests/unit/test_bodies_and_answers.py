@@ -112,6 +112,17 @@ def test_large_texts_are_no_reason_to_refuse() -> None:
     assert _read(_service(), _request(content)) == content
 
 
+@given(st.lists(st.sampled_from(["[", "]", "{", "}", '""', ",", "1", ":", "\\"]), max_size=30).map("".join))
+def test_a_body_that_needs_no_count_is_within_the_limits(content: str) -> None:
+    """The limits are those of a body that is a ten-thousandth of the size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "_MOST_VALUES", 13)
+        patch.setattr(bodies, "_MOST_STRINGS", 6)
+        patch.setattr(bodies, "_OTHER_OBJECTS", 2)
+        if bodies._is_within_limits(content.encode(), 1):
+            bodies._check(content.encode(), 1)
+
+
 def test_a_body_that_pauses_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "_PAUSE_S", 0.01)
     with pytest.raises(BadBody, match="paused") as caught:
