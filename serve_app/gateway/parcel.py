@@ -5,7 +5,7 @@ If sent separately, each short text costs a replica 60 us more for tasks, future
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import log2
 from typing import TypeAlias
 
@@ -54,7 +54,7 @@ class Parcel:
         if qos.deadline_s is not None:
             qos = replace(qos, deadline_s=min(each for each in deadlines_s if each is not None))
         token_ids = parts[0].token_ids if len(parts) == 1 else np.concatenate([each.token_ids for each in parts])
-        lengths = np.array([length for each in parts for length in each.length_list()], dtype=np.int32)
+        lengths = np.array(list(chain.from_iterable(each.length_list() for each in parts)), dtype=np.int32)
         return cls(token_ids, lengths, counts, options, qos, deadlines_s, tuple(fingerprints), tuple(tags))
 
     @property
