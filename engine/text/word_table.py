@@ -9,19 +9,17 @@ between two spaces, such as "word," and "don't".
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE, WordPiece
 
-from engine.sequences import Sequences
-
-# The most strings of a table, about 8 MB. A full table is kept beside a new one, which takes words from the full one.
-_MOST_STRINGS = 1 << 15
-# A longer string is not kept. Most strings of this length occur once.
-_LONGEST_STRING = 32
+# The most characters of a table's strings, about 7 MB. A full table is kept beside a new one, which takes words from the full one.
+_MOST_CHARS = 1 << 18
 # The most strings that the table learns in a call. If there are more, the library tokenises the texts, because it needs the
 # interpreter for a shorter time than the table needs for new strings.
 _MOST_NEW = 128
@@ -56,6 +54,7 @@ class WordTable:
         """
         self._tokenizer, self._words, self._split = tokenizer, words, split
         self._ids, self._ids_before = {_END: _MARK}, dict[str, bytes]()
+        self._num_chars = 0  # of the strings in `_ids`
         added = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
         # A text with an added token, such as "[SEP]", is not only words. The search begins with the first characters of added
         # tokens, because that is fast.
@@ -93,35 +92,32 @@ class WordTable:
         try:
             return b"".join([known[each] for each in strings]).split(_MARK)
         except KeyError:
-            new = list(set(strings).difference(known))
-            learned = self._learn(new[:_MOST_NEW])
-            if len(new) > _MOST_NEW:
+            if not self._learn(strings, known):
                 return None
-            return b"".join([learned[each] if each in learned else known[each] for each in strings]).split(_MARK)
+            return b"".join([known[each] for each in strings]).split(_MARK)
 
-    def _learn(self, strings: list[str]) -> dict[str, bytes]:
-        """The ids of strings that are not in the table, and of their words."""
-        words, known, before = self._words.findall(_END.join(strings)), self._ids, self._ids_before
-        ids = {word: found for word in words if (found := known.get(word) or before.get(word))}
-        learned = self._from_library(list(set(words).difference(ids)))
-        ids |= learned
-        learned |= zip(strings, b"".join([ids[word] for word in words]).split(_MARK), strict=True)
-        self._keep(learned)
-        return learned
+    def _learn(self, strings: list[str], known: dict[str, bytes]) -> bool:
+        """Adds new strings to `known`. Returns: False if there are too many of them to add all."""
+        new = list(set(strings).difference(known))
+        added, before = new[:_MOST_NEW], self._ids_before
+        joined = _END.join(added)
+        words = self._words.findall(joined)
+        unknown = set(words).difference(known)
+        known.update({word: before[word] for word in unknown if word in before})
+        if unasked := [word for word in unknown if word not in before]:
+            known.update(self._from_library(unasked))
+        known.update(zip(added, b"".join([known[word] for word in words]).split(_MARK), strict=True))
+        self._num_chars += len(joined)
+        if self._num_chars > _MOST_CHARS:
+            self._ids, self._ids_before, self._num_chars = {_END: _MARK}, known, 0
+        return len(new) <= _MOST_NEW
 
-    def _from_library(self, words: list[str]) -> dict[str, bytes]:
-        if not words:
-            return {}
+    def _from_library(self, words: list[str]) -> Iterator[tuple[str, bytes]]:
         # `encode` would hold the interpreter.
         (encoding,) = self._tokenizer.encode_batch([words], is_pretokenized=True, add_special_tokens=False)
-        num_ids = np.bincount(np.array(encoding.word_ids, dtype=np.int64), minlength=len(words))
-        ids = Sequences.of_lengths(np.array(encoding.ids, dtype=np.int32), num_ids)
-        return dict(zip(words, ids.as_bytes(), strict=True))
-
-    def _keep(self, ids: dict[str, bytes]) -> None:
-        if len(self._ids) + len(ids) > _MOST_STRINGS:
-            self._ids, self._ids_before = {_END: _MARK}, self._ids
-        self._ids.update({each: its for each, its in ids.items() if len(each) <= _LONGEST_STRING})
+        ids, word_of = array("i", encoding.ids), encoding.word_ids
+        ends = [bisect_left(word_of, number) for number in range(len(words) + 1)]
+        return zip(words, (ids[start:stop].tobytes() for start, stop in pairwise(ends)), strict=True)
 
 
 def _split_bert(texts: Sequence[str]) -> list[str]:
