@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE, WordPiece
 
-# The most characters of a table's strings, about 7 MB. A full table is kept beside a new one, which takes words from the full one.
+# The most characters of a table's strings, about 7 MB. A full table is kept beside a new one, which takes words from it.
 _MOST_CHARS = 1 << 18
 # The most strings that the table learns in a call. If there are more, the library tokenises the texts, because it needs the
 # interpreter for a shorter time than the table needs for new strings.
