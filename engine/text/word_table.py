@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE, WordPiece
@@ -115,7 +115,7 @@ class WordTable:
     def _from_library(self, words: list[str]) -> Iterator[tuple[str, bytes]]:
         # `encode` would hold the interpreter.
         (encoding,) = self._tokenizer.encode_batch([words], is_pretokenized=True, add_special_tokens=False)
-        ids, word_of = array("i", encoding.ids), encoding.word_ids
+        ids, word_of = array("i", encoding.ids), cast("list[int]", encoding.word_ids)  # only special tokens have no word
         ends = [bisect_left(word_of, number) for number in range(len(words) + 1)]
         return zip(words, (ids[start:stop].tobytes() for start, stop in pairwise(ends)), strict=True)
 
