@@ -99,6 +99,8 @@ class WordTable:
     def _learn(self, strings: list[str], known: dict[str, bytes]) -> bool:
         """Adds new strings to `known`. Returns: False if there are too many of them to add all."""
         new = list(set(strings).difference(known))
+        if not new:  # another thread has just added them
+            return True
         added, before = new[:_MOST_NEW], self._ids_before
         joined = _END.join(added)
         words = self._words.findall(joined)

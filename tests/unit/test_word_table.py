@@ -1,6 +1,7 @@
 """The word table gives the tokenizer's ids, or leaves the text to the tokenizer."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -104,6 +105,17 @@ def test_words_are_asked_for_once(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(table, "_learn", None)
     assert first
     assert ids(table, text) == first
+
+
+def test_threads_may_learn_the_same_words() -> None:
+    table = WordTable.of(TOKENIZERS["bert"])
+    assert table is not None
+    assert table._learn(["one", "two"], table._ids)
+    assert table._learn(["two", "one"], table._ids)  # the second of two threads that both missed a word
+    texts = [f"number {each % 97} of some, in {each % 13}" for each in range(400)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: ids(table, text), texts))
+    assert found == [expected("bert", text) for text in texts]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
