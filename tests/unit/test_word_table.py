@@ -115,7 +115,7 @@ def test_threads_may_learn_the_same_words() -> None:
     texts = [f"number {each % 97} of some, in {each % 13}" for each in range(400)]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda text: ids(table, text), texts))
-    assert found == [expected("bert", text) for text in texts]
+    assert [each for each in found if each] == [expected("bert", text) for text in texts]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
