@@ -109,25 +109,26 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -
         waves = -(-tiles // (together * sms * _CLUSTERS[split] // _CLUSTERS[1]))
         in_turn = -(-tiles * split // sms) if waves == 1 else waves * together  # blocks that the busiest multiprocessor computes
         moved = steps * stage  # by a block
+        flow: float
+        once: float
         if isinstance(values, Form):
             if together > 1 and stages < steps:
                 continue
             bits, beside = 8 * values.record_bytes / (STRIP * values.chunk), min(together, -(-tiles * split // sms))
             converting = columns * 64 * -(-block_n // 64) * (1 + _MORE_BIT * (bits - 4)) / _VALUES_PER_NS
-            codes_flow = max(in_turn * steps * (_STEP_NS / beside + converting), tiles * split * moved / _CODES_CACHE)
-            codes_once = _CODES_EXCHANGE_NS * (split > 1) + _CODES_WAVE_NS * (waves - 1) + _CODES_ROW_NS * block_n
-            yield codes_flow + codes_once, SkinnyShape(rows, split, block_n, stages, values)
-            continue
-        products = values * steps * columns * rows * 64 * -(-block_n // 64)
-        flow = max(
-            values * n * k / times.memory,
-            tiles * split * moved / times.cache,
-            in_turn * moved / times.sm,
-            in_turn * products / times.products,
-        )
-        if stages < steps:
-            flow *= 1 + times.short_ring / (stages * stage)
-        once = times.exchange_ns * (split > 1) + times.wave_ns * (waves - 1) + times.row_ns * block_n
+            flow = max(in_turn * steps * (_STEP_NS / beside + converting), tiles * split * moved / _CODES_CACHE)
+            once = _CODES_EXCHANGE_NS * (split > 1) + _CODES_WAVE_NS * (waves - 1) + _CODES_ROW_NS * block_n
+        else:
+            products = values * steps * columns * rows * 64 * -(-block_n // 64)
+            flow = max(
+                values * n * k / times.memory,
+                tiles * split * moved / times.cache,
+                in_turn * moved / times.sm,
+                in_turn * products / times.products,
+            )
+            if stages < steps:
+                flow *= 1 + times.short_ring / (stages * stage)
+            once = times.exchange_ns * (split > 1) + times.wave_ns * (waves - 1) + times.row_ns * block_n
         yield flow + once, SkinnyShape(rows, split, block_n, stages, values)
 
 

@@ -352,7 +352,7 @@ class Tokenizer:
         if not contents:
             return Sequences.of([])
         room = self._limit(options) - self.num_special
-        if max(map(len, contents), default=0) > room * _ID_BYTES:
+        if max(map(len, contents)) > room * _ID_BYTES:
             contents = [self._cut(content, room, options) for content in contents]
         prefix, suffix = self._special
         whole = bytearray(prefix)  # an array of `bytes` would be read-only

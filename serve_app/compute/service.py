@@ -46,7 +46,7 @@ _INLINE_NUMBERS = 1 << 17
 _MOST_ANSWER_BYTES = 1 << 30
 
 # The approximate bytes of one number of a vector or score in an answer.
-_NUMBER_BYTES = 12
+NUMBER_BYTES = 12
 
 # The QoS of the current request, or the error in its headers, and the time at which the request began.
 _whole: ContextVar[tuple[Qos | BadHeader, float]] = ContextVar("whole_request")
@@ -103,7 +103,7 @@ class Service:
             without enough tokens left.
         """
         hold, width = _hold.get(), len(model.info.labels) or model.info.embedding_size
-        answer_bytes = _NUMBER_BYTES * width * state.num_inputs
+        answer_bytes = NUMBER_BYTES * width * state.num_inputs
         if hold is not None and options.pooled:
             hold.expect(answer_bytes)
         is_small = num_chars <= _INLINE_CHARS and answer_bytes <= _SMALL_ANSWER_BYTES

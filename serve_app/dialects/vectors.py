@@ -9,11 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_app.compute.quantize import OutputDtype, quantize
-from serve_app.compute.service import Service
+from serve_app.compute.service import NUMBER_BYTES, Service
 from serve_app.models import ServedModel
-
-# The approximate bytes of a number of an array in JSON.
-NUMBER_BYTES = 12
 
 # float32, or quantised
 Vectors = NDArray[np.float32] | NDArray[np.int8] | NDArray[np.uint8]
@@ -78,7 +75,7 @@ class Base64(Deferred):
     __slots__ = ("json_size", "vector")
 
     def __init__(self, vector: NDArray[Any]) -> None:
-        self.vector, self.json_size = vector, vector.nbytes * 4 // 3
+        self.vector, self.json_size = vector, vectors_size(vector, "base64")
 
     def plain(self) -> str:
         return binascii.b2a_base64(self.vector.data, newline=False).decode("ascii")

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from engine.text.tokenizer import Token
 from serve_app.admission.bytes_in_flight import Hold
-from serve_app.compute.service import Service
-from serve_app.dialects.vectors import NUMBER_BYTES, Deferred, DeferredList
+from serve_app.compute.service import NUMBER_BYTES, Service
+from serve_app.dialects.vectors import Deferred, DeferredList
 from serve_app.http.connection import abort
 
 # Bytes of a part. Encoding 1 MB takes 6 to 20 ms. A part takes a turn of the event loop, and other requests need several turns.

@@ -50,28 +50,24 @@ struct alignas(16) Shared {
 
 // x += A B^T. If `accumulate` is 0, the old value of x is ignored.
 __device__ __forceinline__ void product(Sum (&x)[SUMS], Operand a, u64 b, int accumulate) {
+// The texts of W's operand, which is four registers or a descriptor, and of the two operands behind it.
 #if OPERANDS == 4
-#if ROWS == 16
-    PRODUCT("16", REGS_8, "{%8, %9, %10, %11}", "%12", "%13", OUT_4(x, 0), OUT_4(x, 4));
-#elif ROWS == 32
-    PRODUCT("32", REGS_16, "{%16, %17, %18, %19}", "%20", "%21", OUT_16(x, 0));
-#elif ROWS == 64
-    PRODUCT("64", REGS_32, "{%32, %33, %34, %35}", "%36", "%37", OUT_16(x, 0), OUT_16(x, 16));
+#define AT(n, n1, n2, n3, n4, n5) "{" n ", " n1 ", " n2 ", " n3 "}", n4, n5
 #else
-    static_assert(ROWS == 128, "products with codes are of 16, 32, 64 or 128 rows of x");
-    PRODUCT("128", REGS_64, "{%64, %65, %66, %67}", "%68", "%69", OUT_64(x, 0));
+#define AT(n, n1, n2, ...) n, n1, n2
 #endif
-#elif ROWS == 8
-    PRODUCT("8", REGS_4, "%4", "%5", "%6", OUT_4(x, 0));
+#define PRODUCT_OF(...) PRODUCT(__VA_ARGS__)
+#if ROWS == 8
+    PRODUCT_OF("8", REGS_4, AT("%4", "%5", "%6", "%7", "%8", "%9"), OUT_4(x, 0));
 #elif ROWS == 16
-    PRODUCT("16", REGS_8, "%8", "%9", "%10", OUT_4(x, 0), OUT_4(x, 4));
+    PRODUCT_OF("16", REGS_8, AT("%8", "%9", "%10", "%11", "%12", "%13"), OUT_4(x, 0), OUT_4(x, 4));
 #elif ROWS == 32
-    PRODUCT("32", REGS_16, "%16", "%17", "%18", OUT_16(x, 0));
+    PRODUCT_OF("32", REGS_16, AT("%16", "%17", "%18", "%19", "%20", "%21"), OUT_16(x, 0));
 #elif ROWS == 64
-    PRODUCT("64", REGS_32, "%32", "%33", "%34", OUT_16(x, 0), OUT_16(x, 16));
+    PRODUCT_OF("64", REGS_32, AT("%32", "%33", "%34", "%35", "%36", "%37"), OUT_16(x, 0), OUT_16(x, 16));
 #else
     static_assert(ROWS == 128, "products are of 8, 16, 32, 64 or 128 rows of x");
-    PRODUCT("128", REGS_64, "%64", "%65", "%66", OUT_64(x, 0));
+    PRODUCT_OF("128", REGS_64, AT("%64", "%65", "%66", "%67", "%68", "%69"), OUT_64(x, 0));
 #endif
 }
 
