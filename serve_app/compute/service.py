@@ -69,7 +69,7 @@ class Service:
             self.keys, self.backend = Keys.of(settings, self.usage, lambda: gateways.count), KeyModels(backend)
         self.admission = Admission(settings, metrics, backend.backlog_s, max(1, len(backend.models())), sharing)
         self.num_streams = 0  # answers that are being generated
-        self._turns = Turns()
+        self.turns = Turns()
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, thread_name_prefix="tokenize")
 
     @cached_property
@@ -79,7 +79,7 @@ class Service:
 
     def turn(self) -> AbstractAsyncContextManager[None]:
         """A turn for a large body, for a piece of a large request's texts, or for a part of a large answer."""
-        return self._turns.turn()
+        return self.turns.turn()
 
     def begin(self, inputs: Sequence[TextOrIds | TextOrPair]) -> RequestState:
         """The state of a request whose inputs are known now. Call it within `whole_request`. Raises: BadHeader."""
@@ -107,7 +107,7 @@ class Service:
         if hold is not None and options.pooled:
             hold.expect(answer_bytes)
         is_small = num_chars <= _INLINE_CHARS and answer_bytes <= _SMALL_ANSWER_BYTES
-        with self._turns.small if is_small else nullcontext():
+        with self.turns.small if is_small else nullcontext():
             with step("tokenise"):
                 sequences = await self._tokenised(num_chars, pieces)
             self.count_tokens(state, model, sequences)

@@ -9,6 +9,8 @@ from time import perf_counter
 # While small requests are in progress, large work rests after each piece for this many times the piece's time, but not longer
 # than `_MOST_REST_S`.
 _REST, _MOST_REST_S = 4.0, 0.05
+# uvloop rounds a delay to whole milliseconds. A timer of less than half of one runs again and again, without other work between.
+_TIMER_S = 0.001
 
 
 class Turns:
@@ -60,7 +62,7 @@ class Turns:
         while self._waiting and not self._is_taken:
             rest_s = self._rests_until - perf_counter() if self.num_small else 0.0
             if rest_s > 0:
-                self._timer = asyncio.get_running_loop().call_later(rest_s, self._give)
+                self._timer = asyncio.get_running_loop().call_later(max(rest_s, _TIMER_S), self._give)
                 return
             first = self._waiting.popleft()
             if not first.done():  # its caller still waits

@@ -49,6 +49,7 @@ class Gateway(TeiServicer):
         self._metrics = metrics = Metrics("gateway")
         self._models.show_in(metrics)
         self._api = Api(self._models, args.settings, metrics, in_serve=True, sharing=args.gateways)
+        self._models.share(self._api.service.turns)
         answer_directly(self._api.app)
         super().__init__(self._api.service)
         publish(metrics)

@@ -23,6 +23,7 @@ from engine.errors import BackendError, DeviceLost, EmberError
 from engine.schedule.queue import SHARE
 from engine.schedule.stream import Stream
 from serve_app.admission.suspects import Death
+from serve_app.compute.turns import Turns
 from serve_app.gateway.channel import Channel
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
@@ -57,6 +58,7 @@ class PoolConnection:
         """`kind`: the class of the pool's load. The first connection to a pool decides it."""
         self.ref = ref
         self.load = load_of(ref.name, ref.tokens_per_s, kind)
+        self.turns = Turns()  # a gateway replaces it with the turns of all its large work
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
         # By replica, and whether the wire is for large calls. A short answer would wait behind all large answers of the same
@@ -185,7 +187,7 @@ class PoolConnection:
             if not address or monotonic() < self._no_wire_until.get(replica, 0.0):
                 return None
             self._forget_wires()
-            wire = self._wires[key] = Wire(replica, address)
+            wire = self._wires[key] = Wire(replica, address, self.turns if is_large else None)
         try:
             await wire.connect()
         except OSError as error:  # includes TimeoutError

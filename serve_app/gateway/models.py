@@ -30,6 +30,7 @@ from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
+from serve_app.compute.turns import Turns
 from serve_app.errors import Asleep as ModelAsleep
 from serve_app.errors import Quarantined, Unhealthy, UnknownModel
 from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
@@ -412,6 +413,12 @@ class PooledModels:
     def show_in(self, metrics: Metrics) -> None:
         for model in self._all:
             model.show_in(metrics)
+
+    def share(self, turns: Turns) -> None:
+        """Large answers arrive in turn with the other large work of this process. Called before the first request."""
+        for model in self._all:
+            for pool in model.pools:
+                pool.connection.turns = turns
 
     def get(self, name: str | None, check: Check | None = None) -> PooledModel:
         if name is None:

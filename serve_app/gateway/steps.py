@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from engine.options import Priority, SamplingOptions, TokenIds
 from engine.request_tag import RequestTag
 from engine.schedule.stream import FinishReason, Token
+from serve_app.gateway.frames import Payload
 
 
 class NewStream(NamedTuple):
@@ -59,7 +60,7 @@ class Steps:
         return self.numbers.tobytes() + self.token_ids.tobytes()
 
     @classmethod
-    def of_plain(cls, content: bytes | bytearray) -> "Steps":
+    def of_plain(cls, content: Payload) -> "Steps":
         """The message of `plain_bytes`."""
         numbers, token_ids = np.frombuffer(content, np.int32).reshape(2, -1)
         return cls(numbers, token_ids, {}, {}, {}, {})

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from serve_app.gateway.frames import FrameProtocol, Kind, unpacked
+from serve_app.compute.turns import Turns
+from serve_app.gateway.frames import FrameProtocol, Kind, Payload, unpacked
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
 from serve_app.gateway.steps import NewStream, Steps
@@ -24,13 +25,14 @@ _CONNECT_S = 2.0
 class Wire(FrameProtocol):
     """This gateway's connection to one replica. Called on one event loop."""
 
-    def __init__(self, replica: str, address: Sequence[Any]) -> None:
+    def __init__(self, replica: str, address: Sequence[Any], turns: Turns | None = None) -> None:
         """
         Args:
             replica: Serve's id of the replica.
             address: `Report.wire` of the replica's reports.
+            turns: the turns of this gateway's large work, for a wire of large calls.
         """
-        super().__init__()
+        super().__init__(turns=turns)
         self.address = address
         self._replica = replica
         self._open: dict[int, asyncio.Future[Any]] = {}  # the calls without an answer
@@ -110,7 +112,7 @@ class Wire(FrameProtocol):
         """Begins and cancels streams of a channel. The channel's messages have the results."""
         self.send(0, Kind.CHANGE, pickle.dumps((channel_id, begun, left), protocol=5))
 
-    def frame_received(self, number: int, kind: Kind, payload: bytearray) -> None:
+    def frame_received(self, number: int, kind: Kind, payload: Payload) -> None:
         if kind is Kind.LEAVING:
             self.is_left = True
             for each in self._read.values():

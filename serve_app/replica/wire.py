@@ -88,11 +88,11 @@ class _Connection(FrameProtocol):
     """One gateway's connection."""
 
     def __init__(self, wires: Wires) -> None:
-        super().__init__()
+        super().__init__(preamble=SECRET_BYTES)
         self.tasks = dict[int, asyncio.Task[None]]()  # of open calls, by the gateway's numbers
         self.channels = dict[int, tuple[str, Channel]]()  # with their ids, by the gateway's numbers
         self._wires = wires
-        self._is_known = self._closes = False
+        self._closes = False
         self._too_late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -101,21 +101,15 @@ class _Connection(FrameProtocol):
         self._wires.connections.add(self)
         self._too_late = asyncio.get_running_loop().call_later(_SECRET_S, self._abort)
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_known:
-            return super().data_received(data)
-        self._arrived += data
-        if len(self._arrived) < SECRET_BYTES:
-            return
-        if not compare_digest(bytes(self._arrived[:SECRET_BYTES]), self._wires.secret):
-            return self._abort()
+    def preamble_received(self, preamble: bytes) -> bool:
+        if not compare_digest(preamble, self._wires.secret):
+            self._abort()
+            return False
         assert self._too_late is not None, "set when the connection was made"
         self._too_late.cancel()
-        self._is_known = True
-        rest, self._arrived = bytes(self._arrived[SECRET_BYTES:]), bytearray()
-        super().data_received(rest)
+        return True
 
-    def frame_received(self, number: int, kind: Kind, payload: bytearray) -> None:
+    def frame_received(self, number: int, kind: Kind, payload: Payload) -> None:
         if kind is Kind.CALL:
             self._wires.note_call()
             self._begin(number, self._answer(number, payload))
@@ -133,7 +127,7 @@ class _Connection(FrameProtocol):
         task = self.tasks[number] = asyncio.get_running_loop().create_task(work, context=Context())
         task.add_done_callback(lambda _: self.tasks.pop(number))
 
-    async def _answer(self, number: int, payload: bytearray) -> None:
+    async def _answer(self, number: int, payload: Payload) -> None:
         turns, is_large = self._wires.turns, len(payload) > LARGE_CALL_BYTES
         try:
             async with turns.turn() if is_large else nullcontext():

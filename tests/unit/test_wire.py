@@ -26,7 +26,18 @@ from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
-from serve_app.gateway.frames import _HEAD, MOST_BYTES, SECRET_BYTES, Kind, Payload, head_of, packed, unpacked
+from serve_app.gateway.frames import (
+    _BUFFER_BYTES,
+    _HEAD,
+    MOST_BYTES,
+    SECRET_BYTES,
+    FrameProtocol,
+    Kind,
+    Payload,
+    head_of,
+    packed,
+    unpacked,
+)
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.parcel import Answered, Parcel
 from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
@@ -119,12 +130,52 @@ def test_many_calls_share_a_connection_and_each_hears_its_own_answer(run: Run) -
     run(scenario)
 
 
+def _feed(protocol: FrameProtocol, sent: bytes) -> None:
+    """As an event loop does while the socket has more bytes."""
+    while sent:
+        room = protocol.get_buffer(-1)
+        part, sent = sent[: len(room)], sent[len(room) :]
+        room[: len(part)] = part
+        protocol.buffer_updated(len(part))
+
+
+class _Frames(FrameProtocol):
+    """Keeps the frames of its connection."""
+
+    def __init__(self, preamble: int) -> None:
+        super().__init__(preamble)
+        self.preamble, self.frames = b"", list[tuple[int, Kind, bytes]]()
+
+    def preamble_received(self, preamble: bytes) -> bool:
+        self.preamble = preamble
+        return True
+
+    def frame_received(self, number: int, kind: Kind, payload: Payload) -> None:
+        self.frames.append((number, kind, bytes(payload)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_frames_arrive_whole_whatever_the_pieces(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    edge = _BUFFER_BYTES - _HEAD.size  # the largest payload that the buffer holds
+    sizes = rng.permutation([0, 0, 1, 20, 300, 5_000, edge - 1, edge, edge + 1, 40_000, 100_000])
+    frames = [(int(rng.integers(1 << 40)), Kind(int(rng.integers(1, 9))), rng.bytes(size)) for size in sizes]
+    protocol, preamble = _Frames(preamble=(seed % 3) * 16), rng.bytes((seed % 3) * 16)
+    sent = preamble + b"".join(head_of(*frame) + frame[2] for frame in frames)
+    while sent:
+        cut = int(rng.integers(1, 1 + min(len(sent), [3_000, 50_000][seed % 2])))
+        _feed(protocol, sent[:cut])
+        sent = sent[cut:]
+    assert protocol.preamble == preamble
+    assert protocol.frames == frames
+
+
 def test_a_small_call_does_not_wait_for_all_large_ones_that_came_with_it(run: Run) -> None:
     async def scenario(replica: Replica, wires: Wires, wire: Wire) -> None:
         calls = [pickle.dumps([parcel(2, 5_000)])] * 50 + [pickle.dumps([parcel(1)])]
         (connection,) = wires.connections
         frames = [head_of(1_000 + number, Kind.CALL, call) + call for number, call in enumerate(calls)]
-        connection.data_received(b"".join(frames))
+        _feed(connection, b"".join(frames))
         await until(lambda: len(replica.begun) == 51)
         assert replica.begun.index(1) < 5
 
@@ -581,8 +632,8 @@ def test_the_engine_s_thread_sends_tokens_while_the_event_loop_is_busy(stream: R
     async def scenario(replica: Generates) -> None:
         begun = await replica.begin([1], [2])
         await until(lambda: bool(replica.wires.connections))
-        received: list[bytes] = []
-        replica.wire.frame_received = lambda _, kind, payload: received.append((kind, payload))  # type: ignore[assignment, method-assign]
+        received: list[tuple[Kind, Payload]] = []
+        replica.wire.frame_received = lambda number, kind, payload: received.append((kind, payload))  # type: ignore[method-assign]
 
         def compute() -> None:
             for each in range(10):
