@@ -337,7 +337,11 @@ class EngineLoop:
         if launched is self._polled:
             self._polled = None
         with self._delivering:
-            again = self._passes.deliver(launched)
+            try:
+                again = self._passes.deliver(launched)
+            except BaseException:  # this thread ends
+                self._passes.failed(launched.step.taken, EngineStopped(_STOPPED))
+                raise
         if again or self._is_ending:
             with self._changed:
                 for part in again:

@@ -1,17 +1,20 @@
 """Requests that wait for the device, and the slices of these requests that fit into one pass.
 
 A pass has room for a number of tokens. Interactive requests fill a pass first, batch requests take the rest
-(docs/decisions/013). Requests of one priority share the tokens by deficit round robin, first between owners, then between the
-requests of each owner: in each round an owner, or a request, takes a quarter of a pass. So an owner's short request waits for a
-quarter of a pass of each other owner, even if they have sent much more. Without API keys all requests have one owner.
+(docs/decisions/013). Owners of requests of one priority share the tokens by deficit round robin: in each round an owner takes a
+quarter of a pass. So an owner's short request waits for a quarter of a pass of each other owner, even if these have sent much
+more. Without API keys all requests have one owner.
 
-A short request, which fits into one turn, comes before its owner's large requests. So it waits for one pass or two, not for a
-turn of each large request in the queue. Large requests get a quarter of the tokens while short ones wait. Tokens of a prompt that
-are in the cache do not count, so the next message of a long chat is a short request.
+A short request, of at most a quarter of a pass, comes before its owner's large requests. So it waits for one pass or two, not for
+the large requests in the queue. Large requests get a quarter of the tokens while short ones wait. Tokens of a prompt that are in
+the cache do not count, so the next message of a long chat is a short request.
+
+Large requests of an owner are computed one after the other, in the order in which they would end with equal shares (`shares.py`).
 
 If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
 """
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -22,11 +25,12 @@ from typing import Any
 
 from engine.errors import DeadlinePassed
 from engine.schedule.request import Slice, Waiting
+from engine.schedule.shares import Share, Shares
 
 # If no batch request was scheduled for this long, batch requests go first for one pass.
 BATCH_WAITS_S = 10.0
-# The share of an owner, or of a request, in each round: a pass divided by this number. While short requests wait, large ones get
-# the same share of their owner's tokens.
+# The share of an owner in each round, and the most tokens of a short request: a pass divided by this number. While short requests
+# wait, large ones get the same share of their owner's tokens.
 SHARE = 4
 # The most sequences of a pass. Python takes about 1 us for each of them, whatever their length, and callers of short texts wait
 # for whole passes (docs/decisions/065).
@@ -93,8 +97,9 @@ class Queue:
     def tokens_ahead(self, request: Waiting) -> int:
         """The most tokens of other requests that passes take before this request's last token, if it is added now.
 
-        Each other request, or owner, counts with all of its tokens, or with its share of the rounds that this request takes. If
-        one turn is enough for this request, later turns of its owner count only with their share during that time.
+        Other owners count with all of their tokens, or with their share of the rounds that this request takes. Before a short
+        request, large ones of its owner count only with their share during that time. Before a large request, those count that
+        end before it.
         """
         queue = self._of(request)
         ahead = queue.tokens_ahead(request)
@@ -126,63 +131,82 @@ class Queue:
 
 @dataclass(eq=False, slots=True)
 class _Line:
-    """The requests of one owner. Each deque is in the order of `Waiting.turn`: the longest waiting request comes first."""
+    """The requests of one owner."""
 
     owner: str
-    short: deque[Waiting] = field(default_factory=deque)  # short and preempted requests whose first turn has not ended
-    requests: deque[Waiting] = field(default_factory=deque)  # all other requests
-    overtaken: int = 0  # tokens of `short` that overtook `requests`, minus `SHARE - 1` for each token that `requests` has taken
-    first_turns: int = 0  # tokens that `short` takes in first turns
+    short: deque[Waiting] = field(default_factory=deque)  # short and preempted requests whose turn has not ended
+    large: deque[Waiting] = field(default_factory=deque)  # all other requests, in the order of their shares' ends
+    shares: Shares = field(default_factory=Shares)  # of the large requests
+    had_no_room: bool = False  # the next sequence of `large` did not fit into a pass, so no other goes before it
+    overtaken: int = 0  # tokens of `short` that overtook `large`, minus `SHARE - 1` for each token that `large` has taken
+    first_turns: int = 0  # tokens that `short` takes
     num_tokens: int = 0
     num_requests: int = 0
     credit: int = 0  # tokens that the owner may still take in this round; unused while there is one line
 
     def __iter__(self) -> Iterator[Waiting]:
         yield from self.short
-        yield from self.requests
+        yield from self.large
 
     def next(self, most_overtaken: int) -> deque[Waiting] | None:
         """The deque whose front request is served next. None if nothing waits. Removes requests that are over at the fronts."""
-        for each in (self.short, self.requests):
+        for each in (self.short, self.large):
             while each and not each[0].waiting_tokens:
                 each.popleft()
-        if not (self.short and self.requests):
-            return self.short or self.requests or None
-        overtakes = self.short[0].turn > self.requests[0].turn
-        return self.requests if overtakes and self.overtaken >= most_overtaken else self.short
+        if not (self.short and self.large):
+            return self.short or self.large or None
+        overtakes = self.short[0].turn > self.large[0].turn
+        return self.large if overtakes and self.overtaken >= most_overtaken else self.short
 
     def tokens_in_turn(self, served: deque[Waiting], most_overtaken: int) -> float:
         """The number of tokens after which `next` gives the other deque, if both have requests."""
-        if served is self.requests:
+        if served is self.large:
             return (self.overtaken - most_overtaken) // (SHARE - 1) + 1
-        return most_overtaken - self.overtaken if self.short[0].turn > self.requests[0].turn else inf
+        return most_overtaken - self.overtaken if self.short[0].turn > self.large[0].turn else inf
 
     def took(self, served: deque[Waiting], num_tokens: int) -> None:
         """Count tokens that a pass takes of the front request of `served`."""
-        if served is self.requests:
+        if served is self.large:
+            self.shares.took(num_tokens)
             self.overtaken = max(0, self.overtaken - (SHARE - 1) * num_tokens)
-        elif self.requests and served[0].turn > self.requests[0].turn:
+        elif self.large and served[0].turn > self.large[0].turn:
             self.overtaken += num_tokens
 
-    def end_turn(self, served: deque[Waiting], turn: int) -> None:
-        """End the turn of the front request of `served`. The request waits for the given turn, if it has tokens left."""
-        request = served.popleft()
-        self.set_first_turn(request, 0)
-        if request.waiting_tokens:
-            request.turn = turn
-            self.requests.append(request)
+    def add_large(self, request: Waiting, num_taken: int = 0) -> None:
+        """`num_taken`: tokens that the request took as a short one. They count as a part of its share."""
+        request.share = self.shares.join(request.waiting_tokens + num_taken)
+        self.shares.took(num_taken)
+        self.put_back(request)
+
+    def put_back(self, request: Waiting) -> None:
+        """Put a large request to its place in the order."""
+        self.large.insert(bisect_right(self.large, _share(request), lo=self.had_no_room, key=_share), request)
+
+    def tokens_before(self, num_tokens: int) -> int:
+        """Tokens of requests that end before a large request of this size, if it is added now."""
+        end, before = self.shares.end_of(num_tokens), self.num_tokens
+        for each in reversed(self.large):
+            if _share(each).end <= end:
+                break
+            before -= each.waiting_tokens
+        return before
 
     def set_first_turn(self, request: Waiting, num_tokens: int) -> None:
-        """The tokens that the request takes in the rest of its first turn."""
+        """The tokens that the request takes in the rest of its turn as a short request."""
         self.first_turns += num_tokens - request.first_turn
         request.first_turn = num_tokens
 
     def drop_over(self) -> None:
         """Remove all requests that are over."""
-        for each in (self.short, self.requests):
+        for each in (self.short, self.large):
             waiting = [request for request in each if request.waiting_tokens]
             each.clear()
             each.extend(waiting)
+
+
+def _share(request: Waiting) -> Share:
+    assert request.share is not None, "each large request has one"
+    return request.share
 
 
 class _Priority:
@@ -212,10 +236,11 @@ class _Priority:
         if to_compute > self.quantum:  # for a shorter request the lookup would change nothing
             to_compute = request.num_uncached_tokens
         if first or to_compute <= self.quantum:
+            request.credit = self.quantum
             line.set_first_turn(request, min(to_compute, self.quantum))
             (line.short.appendleft if first else line.short.append)(request)
         else:
-            line.requests.append(request)
+            line.add_large(request)
 
     @property
     def has_short(self) -> bool:
@@ -232,7 +257,9 @@ class _Priority:
             self.num_inputs -= request.num_inputs
             self._count(line, request, request.waiting_tokens)
             self._count_requests(line, -1)
-            over = len(line.short) + len(line.requests) - line.num_requests
+            if request.share is not None:
+                line.shares.leave(request.share)
+            over = len(line.short) + len(line.large) - line.num_requests
             if over > max(_MOST_OVER, line.num_requests):
                 line.drop_over()
 
@@ -240,9 +267,10 @@ class _Priority:
         """The same as `Queue.tokens_ahead`, for this priority alone."""
         line, own = self._lines.get(request.owner), 0
         if line is not None:
-            own = min(line.num_tokens, line.num_requests * (request.num_tokens + self.quantum))
             if request.num_tokens <= self.quantum:
-                own = min(own, line.first_turns + line.first_turns // (SHARE - 1) + self.quantum)
+                own = min(line.num_tokens, line.first_turns + line.first_turns // (SHARE - 1) + self.quantum)
+            else:
+                own = line.tokens_before(request.num_tokens)
         share = own + request.num_tokens + self.quantum
         return own + sum(min(each.num_tokens, share) for each in self._lines.values() if each is not line)
 
@@ -264,47 +292,48 @@ class _Priority:
             if len(self._order) > 1 and not self._has_credit(line):  # the line's last sequence was longer than a share
                 self._order.rotate(-1)
                 continue
-            if not self._has_credit(request):
-                line.end_turn(served, self._new_turn())
-                continue
             saved = request.prepare(may_take_pages=not held)
             if saved is None:
                 held.append((line, served, served.popleft()))
-                if not (line.short or line.requests):
+                if not (line.short or line.large):
                     self._order.popleft()
                 continue
+            if served is line.large:
+                line.shares.took(saved)
             self._count(line, request, saved)
             room, fits = self._take_slice(line, served, slices, room, now)
         if held:
             for line, served, request in reversed(held):
-                served.appendleft(request)
+                line.put_back(request) if served is line.large else served.appendleft(request)
                 self._lines[line.owner] = line  # `_next` forgets a line without requests
             self._order = deque(dict.fromkeys([*(line for line, _, _ in held), *self._order]))
         return room
 
-    def _has_credit(self, member: _Line | Waiting) -> bool:
-        """Whether a line or a request may take tokens now. If its credit is used up, a new round gives it credit first."""
-        if member.credit <= 0:
-            member.credit += self.quantum
-        return member.credit > 0
+    def _has_credit(self, line: _Line) -> bool:
+        """Whether a line may take tokens now. If its credit is used up, a new round gives it credit first."""
+        if line.credit <= 0:
+            line.credit += self.quantum
+        return line.credit > 0
 
     def _take_slice(
         self, line: _Line, served: deque[Waiting], slices: list[Slice], room: tuple[int, int], now: float
     ) -> tuple[tuple[int, int], bool]:
-        """Add the next slice of the front request of `served`, at most up to the end of its turn.
+        """Add the next slice of the front request of `served`, of a short request at most up to the end of its turn.
 
         Returns: the room left, and False if not even one sequence fits.
         """
         request = served[0]
         inputs, most = request.num_inputs, float(request.credit)
+        if served is line.large:
+            most = 1 if line.had_no_room else inf  # 1: its next sequence alone
         if len(self._order) > 1:
             most = min(most, line.credit)
-        if line.short and line.requests:
+        if line.short and line.large:
             most = min(most, line.tokens_in_turn(served, self._most_overtaken))
         part = request.next_slice(room[0], not slices, most, room[1])
         if part is None:
-            if served is line.requests:
-                line.overtaken = self._most_overtaken  # so this request goes first in the next pass, before `short` fills it
+            if served is line.large:  # so this request goes first in the next pass, before others fill it
+                line.overtaken, line.had_no_room = self._most_overtaken, True
             return room, False
         slices.append(part)
         length = part.stop - part.start
@@ -316,8 +345,17 @@ class _Priority:
         self._scheduled_at = now
         if not request.waiting_tokens:
             self._count_requests(line, -1)
-        if not request.waiting_tokens or request.credit <= 0:
-            line.end_turn(served, self._new_turn())
+        if not request.waiting_tokens or (served is line.short and request.credit <= 0):
+            served.popleft()
+            line.set_first_turn(request, 0)
+            request.share = None
+            line.had_no_room &= served is not line.large
+            if request.waiting_tokens:
+                request.turn = self._new_turn()
+                line.add_large(request, self.quantum - request.credit)
+        elif served is line.large and line.had_no_room:  # others may have come that go before it
+            line.had_no_room = False
+            line.put_back(served.popleft())
         if len(self._order) > 1:
             line.credit -= length
             if line.credit <= 0:
