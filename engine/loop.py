@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -34,6 +35,8 @@ _AGAIN_S = 0.001
 # While small requests are in progress, large requests rest after each pass on a GPU for this many times the time of its launch,
 # but not longer than `_MOST_REST_S`. A launch holds the interpreter, which all small requests of the process need.
 _REST, _MOST_REST_S = 2.0, 0.005
+# For this time after a small request, passes stay short for the next one.
+_SMALL_S = 1.0
 # A caller itself launches a pass of up to this many tokens. Larger passes take milliseconds, so a change of threads matters less,
 # and packing them would block the caller's event loop.
 _QUICK_TOKENS = 1024
@@ -71,6 +74,7 @@ class EngineLoop:
         self.num_submitted = 0  # requests so far
         # Whether requests are in progress that need little of the device and of the interpreter. Set by the owner, called often.
         self.has_small: Callable[[], bool] = lambda: False
+        self._small_at = -inf  # when small requests were last in progress, by `perf_counter`
         self._rests_until = 0.0  # large requests rest until then if there are small ones, by `perf_counter`
         self.paused = False  # True after `pause`, until the next pass. That pass may begin with a long wait.
         self._launching = threading.Lock()  # held by the thread that launches
@@ -269,6 +273,9 @@ class EngineLoop:
             while self._wait_until_due():
                 with self._launching, self._turn:
                     start = perf_counter()
+                    if self.has_small():
+                        self._small_at = start
+                    self._scheduler.queue.spares_small = start - self._small_at < _SMALL_S
                     slices = self._passes.schedule()
                     if slices:
                         self.paused = False

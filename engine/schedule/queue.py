@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import inf
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import DeadlinePassed
 from engine.schedule.request import Slice, Waiting
@@ -35,6 +35,8 @@ SHARE = 4
 # The most sequences of a pass. Python takes about 1 us for each of them, whatever their length, and callers of short texts wait
 # for whole passes (docs/decisions/065).
 MOST_SEQS = 1024
+# The most sequences of large requests in a pass beside small requests.
+MOST_LARGE_SEQS = 256
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
 # of them are removed at once.
 _MOST_OVER = 64
@@ -56,6 +58,8 @@ class Queue:
         quantum = max(1, max_batch_tokens // SHARE)
         self.interactive, self.batch = _Priority(quantum), _Priority(quantum)
         self._first_deadline = inf
+        # Whether callers of small requests wait for the passes. Then a pass has at most `MOST_LARGE_SEQS` of large requests.
+        self.spares_small = False
 
     def __len__(self) -> int:
         return self.interactive.num_requests + self.batch.num_requests
@@ -119,7 +123,8 @@ class Queue:
             order.reverse()
         slices = [] if slices is None else slices
         taken = sum(part.stop - part.start for part in slices)
-        room = self.max_batch_tokens - taken, self._max_batch_seqs - num_seqs
+        most_large = min(self._max_batch_seqs, MOST_LARGE_SEQS) if self.spares_small else self._max_batch_seqs
+        room = _Room(self.max_batch_tokens - taken, self._max_batch_seqs - num_seqs, most_large)
         for queue in order:
             room = queue.schedule(slices, room, now)
         return slices
@@ -127,6 +132,14 @@ class Queue:
     def drain(self) -> list[Waiting]:
         """Remove and return all requests. The caller fails them."""
         return [*self.interactive.drain(), *self.batch.drain()]
+
+
+class _Room(NamedTuple):
+    """What a pass can still take."""
+
+    tokens: int
+    seqs: int
+    large_seqs: int  # of large requests
 
 
 @dataclass(eq=False, slots=True)
@@ -279,16 +292,20 @@ class _Priority:
         front = self._next()
         return now - max(self._scheduled_at, front[0].submitted_at) if front is not None else 0.0
 
-    def schedule(self, slices: list[Slice], room: tuple[int, int], now: float) -> tuple[int, int]:
-        """Add the slices that fit into `room` (tokens, sequences). An empty list gets at least one slice. Returns the room left.
+    def schedule(self, slices: list[Slice], room: _Room, now: float) -> _Room:
+        """Add the slices that fit into `room`. An empty list gets at least one slice. Returns the room left.
 
         If no pages are free for a request's next sequence, the request keeps its place, and no request behind it takes pages.
         Requests that already have pages overtake it.
         """
         held: list[tuple[_Line, deque[Waiting], Waiting]] = []
+        full: list[_Line] = []  # lines that get no more of this pass
         fits = True
-        while fits and room[0] > 0 and room[1] > 0 and (served := self._next()) is not None:
+        while fits and room.tokens > 0 and room.seqs > 0 and (served := self._next()) is not None:
             line, request = self._order[0], served[0]
+            if served is line.large and room.large_seqs <= 0:
+                full.append(self._order.popleft())
+                continue
             if len(self._order) > 1 and not self._has_credit(line):  # the line's last sequence was longer than a share
                 self._order.rotate(-1)
                 continue
@@ -302,6 +319,7 @@ class _Priority:
                 line.shares.took(saved)
             self._count(line, request, saved)
             room, fits = self._take_slice(line, served, slices, room, now)
+        self._order.extendleft(reversed(full))
         if held:
             for line, served, request in reversed(held):
                 line.put_back(request) if served is line.large else served.appendleft(request)
@@ -316,23 +334,24 @@ class _Priority:
         return line.credit > 0
 
     def _take_slice(
-        self, line: _Line, served: deque[Waiting], slices: list[Slice], room: tuple[int, int], now: float
-    ) -> tuple[tuple[int, int], bool]:
+        self, line: _Line, served: deque[Waiting], slices: list[Slice], room: _Room, now: float
+    ) -> tuple[_Room, bool]:
         """Add the next slice of the front request of `served`, of a short request at most up to the end of its turn.
 
         Returns: the room left, and False if not even one sequence fits.
         """
-        request = served[0]
+        request, is_large = served[0], served is line.large
         inputs, most = request.num_inputs, float(request.credit)
-        if served is line.large:
+        if is_large:
             most = 1 if line.had_no_room else inf  # 1: its next sequence alone
         if len(self._order) > 1:
             most = min(most, line.credit)
         if line.short and line.large:
             most = min(most, line.tokens_in_turn(served, self._most_overtaken))
-        part = request.next_slice(room[0], not slices, most, room[1])
+        most_seqs = min(room.seqs, room.large_seqs) if is_large else room.seqs
+        part = request.next_slice(room.tokens, not slices, most, most_seqs)
         if part is None:
-            if served is line.large:  # so this request goes first in the next pass, before others fill it
+            if is_large:  # so this request goes first in the next pass, before others fill it
                 line.overtaken, line.had_no_room = self._most_overtaken, True
             return room, False
         slices.append(part)
@@ -345,22 +364,23 @@ class _Priority:
         self._scheduled_at = now
         if not request.waiting_tokens:
             self._count_requests(line, -1)
-        if not request.waiting_tokens or (served is line.short and request.credit <= 0):
+        if not request.waiting_tokens or (not is_large and request.credit <= 0):
             served.popleft()
             line.set_first_turn(request, 0)
             request.share = None
-            line.had_no_room &= served is not line.large
+            line.had_no_room &= not is_large
             if request.waiting_tokens:
                 request.turn = self._new_turn()
                 line.add_large(request, self.quantum - request.credit)
-        elif served is line.large and line.had_no_room:  # others may have come that go before it
+        elif is_large and line.had_no_room:  # others may have come that go before it
             line.had_no_room = False
             line.put_back(served.popleft())
         if len(self._order) > 1:
             line.credit -= length
             if line.credit <= 0:
                 self._order.rotate(-1)
-        return (room[0] - length, room[1] - part.num_seqs), True
+        num_large = part.num_seqs if is_large else 0
+        return _Room(room.tokens - length, room.seqs - part.num_seqs, room.large_seqs - num_large), True
 
     def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that no longer wait."""

@@ -231,6 +231,31 @@ def test_large_requests_rest_between_passes_while_small_ones_are_in_progress() -
         loop.stop()
 
 
+def test_passes_are_short_for_a_second_after_a_small_request(
+    gate: Gate, loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_small = threading.Event()
+    gate.open.set()
+    loop.has_small = is_small.is_set
+    monkeypatch.setattr("engine.schedule.queue.MOST_LARGE_SEQS", 1)
+    monkeypatch.setattr("engine.loop._SMALL_S", 0.2)
+
+    def sizes_of_passes() -> list[int]:
+        gate.batches.clear()
+        large = job(*range(20, 24), length=2)
+        loop.submit([large])
+        assert large.future.result(5).vectors[:, 0].tolist() == list(range(20, 24))
+        return list(gate.batches)
+
+    assert sizes_of_passes() == [4]
+    is_small.set()
+    assert sizes_of_passes() == [1, 1, 1, 1]
+    is_small.clear()
+    assert sizes_of_passes() == [1, 1, 1, 1]
+    sleep(0.25)
+    assert sizes_of_passes() == [4]
+
+
 @pytest.mark.usefixtures("long_rests")
 def test_passes_on_the_cpu_do_not_rest(gate: Gate, loop: EngineLoop) -> None:
     gate.open.set()

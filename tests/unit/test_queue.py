@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.errors import DeadlinePassed
 from engine.options import EmbedOptions, Priority, SamplingOptions, TokenIds
 from engine.schedule.pages import Pages
-from engine.schedule.queue import BATCH_WAITS_S, MOST_SEQS, Queue
+from engine.schedule.queue import BATCH_WAITS_S, MOST_LARGE_SEQS, MOST_SEQS, Queue
 from engine.schedule.request import Request, Slice
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.stream import Stream
@@ -251,6 +251,25 @@ def test_a_short_request_goes_past_large_ones(num_large: int, num_passes: int) -
         slices = queue.schedule(0.0)
         assert all(each.is_scheduled for each in short)
         assert tokens(slices) == 256
+
+
+@pytest.mark.parametrize("owners", ["aa", "ab", "ba"])
+def test_a_pass_beside_small_requests_has_few_sequences_of_large_ones(owners: str) -> None:
+    """A pass has room for 1,024 sequences. All short requests are in it, whatever their owner."""
+    queue = filled([request([1] * 2048, owner=owners[0]), request([1] * 2048, owner=owners[1])], 1024)
+    queue.spares_small = True
+    short = [request([1] * 20, owner=owner) for owner in "abc"]
+    for each in short:
+        queue.add(each)
+    slices = apart(queue.schedule(0.0))
+    assert all(each.is_scheduled for each in short)
+    assert len(slices) == MOST_LARGE_SEQS + 60
+    assert len(apart(queue.schedule(0.0))) == MOST_LARGE_SEQS
+    queue.spares_small = False
+    assert len(apart(queue.schedule(0.0))) == 1024
+    while queue.schedule(0.0):
+        queue.spares_small = not queue.spares_small
+    assert len(queue) == queue.num_tokens == 0
 
 
 def test_large_requests_are_not_foreseen_before_a_short_one() -> None:
