@@ -1,8 +1,10 @@
 """Turns of large work on the event loop."""
 
 import asyncio
+from time import perf_counter
 
 import pytest
+import uvloop
 
 from serve_app.compute import turns as module
 from serve_app.compute.turns import Turns
@@ -130,3 +132,23 @@ def test_small_requests_put_large_work_off_for_a_limited_time() -> None:
 async def _one(turns: Turns) -> None:
     async with turns.turn():
         await asyncio.sleep(0)
+
+
+def test_a_rest_of_less_than_a_millisecond_is_one_timer() -> None:
+    """uvloop runs a timer of less than half a millisecond at once, so one after the other until the rest is over."""
+
+    async def scenario() -> None:
+        turns, num_calls = Turns(), 0
+        give = turns._give
+
+        def counted() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            give()
+
+        turns._give = counted  # type: ignore[method-assign]
+        turns.num_small, turns._rests_until = 1, perf_counter() + 0.0004
+        async with turns.turn():
+            assert num_calls <= 3
+
+    uvloop.run(scenario())

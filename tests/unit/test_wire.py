@@ -24,11 +24,13 @@ from engine.options import EmbedOptions, SamplingOptions
 from engine.results import Embeddings
 from engine.schedule.stream import Stream, Token
 from serve_app.admission.qos import DEFAULT_QOS
+from serve_app.compute.turns import Turns
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.connection import PoolConnection
 from serve_app.gateway.frames import (
     _BUFFER_BYTES,
     _HEAD,
+    _PART_BYTES,
     MOST_BYTES,
     SECRET_BYTES,
     FrameProtocol,
@@ -142,8 +144,8 @@ def _feed(protocol: FrameProtocol, sent: bytes) -> None:
 class _Frames(FrameProtocol):
     """Keeps the frames of its connection."""
 
-    def __init__(self, preamble: int) -> None:
-        super().__init__(preamble)
+    def __init__(self, preamble: int = 0, turns: Turns | None = None) -> None:
+        super().__init__(preamble, turns)
         self.preamble, self.frames = b"", list[tuple[int, Kind, bytes]]()
 
     def preamble_received(self, preamble: bytes) -> bool:
@@ -168,6 +170,50 @@ def test_frames_arrive_whole_whatever_the_pieces(seed: int) -> None:
         sent = sent[cut:]
     assert protocol.preamble == preamble
     assert protocol.frames == frames
+
+
+class _Reading:
+    """What a transport tells about its reading."""
+
+    def __init__(self) -> None:
+        self.reads, self.num_pauses = True, 0
+
+    def pause_reading(self) -> None:
+        self.reads, self.num_pauses = False, self.num_pauses + 1
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return False
+
+
+def test_parts_of_a_large_payload_wait_for_their_turns() -> None:
+    async def scenario() -> None:
+        turns, transport = Turns(), _Reading()
+        protocol, content = _Frames(turns=turns), bytes(range(256)) * (3 * _PART_BYTES // 256)
+        protocol.connection_made(transport)  # type: ignore[arg-type]
+        rest = memoryview(head_of(5, Kind.ANSWER, content) + content)
+
+        def feed() -> None:
+            nonlocal rest
+            while rest and transport.reads:
+                num_bytes = min(len(rest), len(protocol.get_buffer(-1)))
+                _feed(protocol, bytes(rest[:num_bytes]))
+                rest = rest[num_bytes:]
+
+        async with turns.turn():  # other large work
+            feed()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not transport.reads
+        while rest:
+            await until(lambda: transport.reads)
+            feed()
+        assert protocol.frames == [(5, Kind.ANSWER, content)]
+        assert transport.num_pauses == 2
+
+    asyncio.run(scenario())
 
 
 def test_a_small_call_does_not_wait_for_all_large_ones_that_came_with_it(run: Run) -> None:
