@@ -93,8 +93,8 @@ class _Large:
 class FrameProtocol(asyncio.BufferedProtocol):
     """Splits the received bytes into frames.
 
-    The kernel writes a large payload to its place, while other threads have the interpreter. `asyncio.Protocol` copied 3 MB four
-    times on the event loop, and libuv calls it up to 32 times before other connections (docs/decisions/065).
+    The kernel writes a large payload to its place, while other threads have the interpreter. With `asyncio.Protocol` each byte was
+    copied four times, and libuv reads up to 32 times before it looks at other connections (docs/decisions/065).
     """
 
     def __init__(self, preamble: int = 0, turns: Turns | None = None) -> None:
@@ -147,10 +147,9 @@ class FrameProtocol(asyncio.BufferedProtocol):
         """Takes the frames from the buffer."""
         arrived = self._buffer[: self._num_bytes]
         if self._preamble and len(arrived) >= self._preamble:
-            preamble, arrived = bytes(arrived[: self._preamble]), arrived[self._preamble :]
-            self._preamble = 0
-            if not self.preamble_received(preamble):
+            if not self.preamble_received(bytes(arrived[: self._preamble])):
                 return
+            arrived, self._preamble = arrived[self._preamble :], 0
         while not self._preamble and len(arrived) >= _HEAD.size:
             length, number, kind = _HEAD.unpack_from(arrived)
             if length > MOST_BYTES:

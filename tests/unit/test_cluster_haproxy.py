@@ -454,7 +454,8 @@ def test_haproxy_ends_with_ray_and_not_with_the_actor_that_started_it(tmp_path: 
     """A process beside HAProxy answers `/metrics` for the node, with HAProxy's own series."""
     port, exporter = free_port(), free_port()
     file = tmp_path / "haproxy.cfg"
-    file.write_text(CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}") + _exporter_at(exporter))
+    config = CONFIG.replace("bind 127.0.0.1:9", f"bind 127.0.0.1:{port}").replace("timeout server 1s", "timeout server 20s")
+    file.write_text(config + _exporter_at(exporter))
     wrapper = f"import sys; sys.argv = ['haproxy', '-f', {str(file)!r}, '-db']; from cluster.haproxy import main; main()"
     actor = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {wrapper!r}])"
     start = f"subprocess.Popen([sys.executable, '-c', {actor!r}])"
