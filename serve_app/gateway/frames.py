@@ -93,8 +93,8 @@ class _Large:
 class FrameProtocol(asyncio.BufferedProtocol):
     """Splits the received bytes into frames.
 
-    The kernel writes a large payload to its place, while other threads have the interpreter. With `asyncio.Protocol` each byte was
-    copied four times, and libuv reads up to 32 times before it looks at other connections (docs/decisions/065).
+    The kernel writes a large payload to its place, while other threads have the interpreter. With `asyncio.Protocol` each byte
+    was copied four times, and libuv reads up to 32 times before it looks at other connections (docs/decisions/065).
     """
 
     def __init__(self, preamble: int = 0, turns: Turns | None = None) -> None:
