@@ -360,6 +360,8 @@ class _Priority:
         line.took(served, length)
         line.set_first_turn(request, max(0, request.first_turn - length))
         self._count(line, request, length)
+        if is_large and request.credit <= 0:  # short requests that came before now no longer count as overtaking it
+            request.credit, request.turn = self.quantum, self._new_turn()
         self.num_inputs -= inputs - request.num_inputs
         self._scheduled_at = now
         if not request.waiting_tokens:

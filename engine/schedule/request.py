@@ -56,7 +56,7 @@ class Waiting(ABC):
     pool: Pages | None = None  # the pages of a generation model; set by the scheduler
     # Progress, kept by the queue.
     waiting_tokens: int = 0  # tokens that no pass has taken; 0 outside of a queue
-    credit: int = 0  # tokens that a short request may still take in its turn
+    credit: int = 0  # tokens that the request may still take in its turn
     first_turn: int = 0  # tokens that the request takes in the rest of its turn as a short request
     turn: int = 0  # the number of the turn for which the request waits, in the order in which requests began to wait
     share: Share | None = None  # of a large request
