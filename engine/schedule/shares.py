@@ -1,4 +1,4 @@
-"""Equal shares of the device for the large requests of an owner, as a model: nothing runs by it, it only decides an order.
+"""A model of equal shares of the device for the large requests of an owner. It decides their order.
 
 If the requests shared the device equally, they would end in a certain order. The queue computes them one after the other in that
 order. Then no request ends later than with equal shares, and most of them end sooner. This is the Fair Sojourn Protocol

@@ -133,7 +133,7 @@ def test_many_calls_share_a_connection_and_each_hears_its_own_answer(run: Run) -
 
 
 def _feed(protocol: FrameProtocol, sent: bytes) -> None:
-    """As an event loop does while the socket has more bytes."""
+    """Delivers the bytes as an event loop does, buffer by buffer."""
     while sent:
         room = protocol.get_buffer(-1)
         part, sent = sent[: len(room)], sent[len(room) :]
@@ -173,7 +173,7 @@ def test_frames_arrive_whole_whatever_the_pieces(seed: int) -> None:
 
 
 class _Reading:
-    """What a transport tells about its reading."""
+    """A transport that counts the pauses of its reading."""
 
     def __init__(self) -> None:
         self.reads, self.num_pauses = True, 0
