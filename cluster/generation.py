@@ -32,9 +32,9 @@ _HOP_S = 400e-6
 # A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
 _NOT_HIDDEN = 0.3
 # Weights in codes (loadtests/results/packed_models.md): the part of a copy's time that reading them takes longer, and how much
-# longer products take while they convert codes, by the number of streams up to which they do. For more streams the weights are
-# written out in 16 bits first.
-_CODES_READ, _CODES_MULTIPLIED, _MOST_STREAMS_IN_CODES = 0.3, 3, 128
+# longer products take while they convert codes: on cards with wgmma, and with mma.sync, which an H200 had before decision 070.
+# For more streams the weights are written out in 16 bits first.
+_CODES_READ, _CODES_ON_WGMMA, _CODES_ON_MMA_SYNC, _MOST_STREAMS_IN_CODES = 0.3, 2, 3, 128
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
 _CPU_READ_SHARE = 0.36
 # The share of the card's attention rate that prompts of 8,192 tokens reach on an H200.
@@ -200,7 +200,8 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head_values * wide) / speed.gemm
     if streams <= _MOST_STREAMS_IN_CODES:
         read += _CODES_READ * code_bytes
-        multiplied_s += (_CODES_MULTIPLIED - 1) * streams * values * wide / speed.gemm
+        multiple = _CODES_ON_WGMMA if speed.wgmma else _CODES_ON_MMA_SYNC
+        multiplied_s += (multiple - 1) * streams * values * wide / speed.gemm
     else:
         read += 2 * values * wide
     if not node.cards:
