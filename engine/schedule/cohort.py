@@ -44,6 +44,7 @@ class Roster:
     has_stops: bool
     ends_at: Longs  # [n] the number of the pass that chooses the stream's token number `max_tokens`
     first_end: int  # the lowest of `ends_at`
+    speculating: list[tuple[int, "Stream"]]  # the rows of streams with `Stream.speculates`
     packed: Any = None  # arrays that packing keeps from pass to pass (`engine/run/streams.py`)
 
 
@@ -113,6 +114,7 @@ class Cohort:
         """`most`: the largest number of streams."""
         self.num_scheduled, self.num_delivered = 0, 0  # the numbers of the last scheduled and the last delivered pass
         self.most, self._pool, self._lock = most, pool, lock
+        self.predicts = False  # whether proposers follow the delivered tokens
         self._streams: dict[Stream, None] = {}  # in the order in which they have joined
         self._order = np.zeros(0, np.int64)  # the slot of each stream, in the same order
         self._free = list(range(most - 1, -1, -1))  # free slots
@@ -191,6 +193,13 @@ class Cohort:
             if not self._on_passes[stream.on_pass]:
                 del self._on_passes[stream.on_pass]
 
+    def remove_predicted(self) -> "list[Stream]":
+        """Remove the streams whose last tokens were predicted, as far as they are delivered. They speculate alone."""
+        predicted = [stream for stream in self._streams if stream.speculates and stream.was_predicted]
+        for stream in predicted:
+            self.remove(stream)
+        return predicted
+
     def schedule(self) -> "tuple[CohortPass | None, list[Stream]]":
         """The next pass of all streams, or None without streams. And the streams that have left, because no page is free."""
         number = self.num_scheduled + 1
@@ -261,6 +270,7 @@ class Cohort:
             bool((stops >= 0).any()),
             ends_at,
             int(ends_at.min()),
+            [(row, stream) for row, stream in enumerate(self._streams) if stream.speculates],
         )
 
     def delivered(self, ended: CohortPass, chosen: Ints) -> list[int]:
@@ -284,6 +294,10 @@ class Cohort:
                 self.flush(stream)
                 self._flushed[stream.slot] = ended.number  # the caller adds this token to the answer
         self.num_delivered = ended.number
+        if self.predicts:
+            for row, stream in ended.roster.speculating:
+                if stream.cohort is self and stream.joined_at < ended.number and row not in exceptions:
+                    stream.follow(int(chosen[row, 0]), int(ended.starts[row]) + 1)
         return exceptions
 
     def _make_room(self, number: int) -> None:

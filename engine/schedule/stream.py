@@ -247,6 +247,18 @@ class Stream(Waiting):
         """Whether the last tokens were predicted. Such a stream waits for its token and speculates."""
         return self.speculates and bool(self.answer) and self._followed().is_trusted
 
+    @property
+    def was_predicted(self) -> bool:
+        """The same as `is_predicted`, for the tokens that the proposer has followed already."""
+        return self.proposer is not None and self.proposer.is_trusted
+
+    def follow(self, token: int, position: int) -> None:
+        """A pass of the stream's cohort has chosen this token. Called only while streams are few."""
+        if self.proposer is not None and self.proposer.num_tokens == position:
+            self.proposer.add(token)
+        else:
+            self._followed()
+
     def _followed(self) -> Proposer:
         """The proposer, after it has followed all tokens of the answer. The scheduler calls this only while streams are few."""
         if self.proposer is None or self.proposer.num_tokens + _MOST_BEHIND < self.length:
@@ -519,8 +531,10 @@ class Streams:
             most = min(most, -(-self.pages.num_streams // self._num_stages))
         share = min(self._speculation_rows, most) // max(1, len(self._ready) + len(self.cohort)) - 1
         self._most_proposed = share if share >= _LEAST_PROPOSED else 0
-        if self._most_proposed and any(stream.speculates for stream in self.cohort.streams):
-            self._dissolve()
+        self.cohort.predicts = self._most_proposed > 0
+        if self._most_proposed:
+            # A stream with passes under way becomes ready when they have ended.
+            self._ready |= dict.fromkeys(each for each in self.cohort.remove_predicted() if not each.num_foreseen)
         if len(self.cohort):
             together, without_page = self.cohort.schedule()
             self._ready |= dict.fromkeys(without_page)
@@ -560,8 +574,7 @@ class Streams:
             self._behind.append(ahead)
 
     def _may_join(self, stream: Stream) -> bool:
-        speculates = self._most_proposed and stream.speculates
-        return len(self.cohort) < self.cohort.most and not self._take_turns and not speculates and stream.just_goes_on
+        return len(self.cohort) < self.cohort.most and not self._take_turns and not stream.proposed and stream.just_goes_on
 
     def _take_page(self, stream: Stream, slices: Sequence[Slice], preempted: list[Stream]) -> bool:
         """Take a page for the stream's next token. If none is free, preempts streams. False: no page is free now.
