@@ -7,6 +7,7 @@ A model with random weights gives the answers that are written down here: after 
 answer is set to a large value. So its passes take their real time, and the answers repeat what such answers repeat.
 """
 
+import gc
 import re
 import sys
 import tempfile
@@ -71,10 +72,10 @@ TASKS = {
     "free text": "Write a story about a lighthouse keeper who finds a message in a bottle.",
 }
 # Written by hand, as a good model would answer.
-SUMMARY = """The bridge over the river is closed for at least three months, because an inspection found cracks in two of its steel
-girders that had grown since spring. About forty thousand vehicles cross it on a working day. Buses use the northern bridge, which
-adds twenty minutes to a trip, and the mayor asks companies to let people work from home. Repairs are expected to cost four million
-euros, and the state pays half."""
+SUMMARY = """The bridge over the river is closed for at least three months, because an inspection found cracks in two of its
+steel girders that had grown since spring. About forty thousand vehicles cross it on a working day. Buses use the northern
+bridge, which adds twenty minutes to a trip, and the mayor asks companies to let people work from home. Repairs are expected to
+cost four million euros, and the state pays half."""
 QUOTES = " ".join(re.split(r"(?<=\.) ", REPORT.replace("\n", " "))[index] for index in (0, 1, 5))
 ALICE = Path(__file__).with_name("alice.txt").read_text(encoding="utf-8")
 ANSWERS = {
@@ -208,6 +209,10 @@ def of_random_weights(name: str, folder: Path) -> Iterator[dict[str, Any]]:
                 yield {"model": f"{name}'s shape, bf16", "task": task, "streams": count, **found}
                 print(f"{name}, {count} streams, {task}: {found}", file=sys.stderr, flush=True)
         subject.loop.stop()
+    del engine, subject
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1.0)  # the engine has limited it
 
 
 def main(names: Sequence[str]) -> None:

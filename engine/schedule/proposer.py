@@ -14,6 +14,8 @@ _MATCH, _ID_BITS = 3, 21
 _MOST_SEARCHED = 8_192
 # If an answer copies many tokens, changes one and continues to copy, it is still trusted when the next match is found.
 _TRUSTED_FROM, _MOST_TRUST = 3, 12
+# Whoever speculates waits for the host once, before it runs ahead again. Fewer right tokens than these are not worth this time.
+_WORTH_IT = 4
 _MOST_PROPOSED = 7  # with the token before them, 8 rows of a pass
 
 
@@ -21,7 +23,8 @@ class Proposer:
     """Follows one sequence. Each token takes the same time, however long the sequence is: about a microsecond.
 
     Every token is compared to the prediction, also if no pass verifies it. `_trust` measures the predictions: a right token adds
-    1, a wrong token halves it, and a token without a prediction subtracts 1.
+    1, a wrong token halves it, and a token without a prediction subtracts 1. If too few tokens of a trusted prediction are
+    right, the next one needs twice the trust.
     """
 
     def __init__(self, sequence: TokenIds) -> None:
@@ -33,13 +36,14 @@ class Proposer:
         # The place after a match, by the tokens of the match. Of equal keys the last one stays.
         self._places = dict(zip(keys, range(_MATCH, len(ids)), strict=False))
         self._at: int | None = None  # the place of the predicted next token
-        self._trust = 0
+        self._trust, self._trusted_from = 0, _TRUSTED_FROM
+        self._right = 0  # right tokens of this prediction since it was trusted
         self._match()
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the last predictions were good enough to verify several tokens in one pass."""
-        return self._trust >= _TRUSTED_FROM
+        """Whether there is a prediction, and the last ones were good enough to verify several tokens in one pass."""
+        return self._at is not None and self._trust >= self._trusted_from
 
     def add(self, token: int) -> None:
         """Add the next token of the sequence."""
@@ -47,16 +51,20 @@ class Proposer:
         if self._at is None:
             self._trust = max(0, self._trust - 1)
         elif self._ids[self._at] == token:
+            self._right += self.is_trusted
             self._at += 1
             self._trust = min(self._trust + 1, _MOST_TRUST)
         else:
+            if self.is_trusted:
+                self._trusted_from = _TRUSTED_FROM if self._right >= _WORTH_IT else min(2 * self._trusted_from, _MOST_TRUST)
+            self._right = 0
             self._at = None
             self._trust //= 2
         self._ids.append(token)
         self._match()
 
     def propose(self, most: int) -> list[int]:
-        """Up to `most` predicted tokens, and at most as many as the trust. Empty without a match or without trust."""
+        """Up to `most` predicted tokens, and at most as many as the trust. Empty without trust in a prediction."""
         if self._at is None or not self.is_trusted:
             return []
         period = len(self._ids) - self._at  # beyond the last token, the proposal repeats itself

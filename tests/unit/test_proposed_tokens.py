@@ -294,11 +294,28 @@ def test_three_right_tokens_are_trusted_and_a_wrong_one_halves_the_trust() -> No
     assert made.propose(9) == text[15:22]
     for token in (1, *text[30:33]):  # a wrong token, then three tokens from another place of the text
         made.add(token)
-        assert made.is_trusted
+        assert made.is_trusted == (token == text[32])
         assert made.propose(7) == (text[33:36] if token == text[32] else [])
-    for token in (1, 2, 3):
+    for token in (1, 2, *text[20:23]):  # the trust is 3, then 1, then 0
         made.add(token)
-    assert not made.is_trusted
+        assert not made.is_trusted
+
+
+def test_a_trusted_prediction_that_is_soon_wrong_makes_the_next_one_need_twice_the_trust() -> None:
+    text = list(range(100, 160))
+    made = proposer_after(text, text[:6])
+    assert made.is_trusted
+    made.add(1)
+    for token in text[10:13]:
+        made.add(token)
+    for right, token in enumerate(text[13:20], start=1):  # three tokens without a prediction have left no trust
+        assert made.is_trusted == (right > 6)
+        made.add(token)
+    for token in text[20:23]:
+        made.add(token)
+    for token in (1, *text[30:33]):  # four tokens were right: the next prediction needs as little trust as the first
+        made.add(token)
+    assert made.is_trusted
 
 
 def test_the_latest_of_several_places_is_taken_and_kept_while_it_is_right() -> None:
@@ -330,3 +347,42 @@ def test_the_end_of_a_long_prompt_is_searched() -> None:
     prompt = [*start, *range(10_000, 40_000), *end]
     assert proposer_after(prompt, start[:20]).propose(1) == []
     assert proposer_after(prompt, end[:20]).propose(1) == end[20:21]
+
+
+class Together(Repeater):
+    """Records for each pass the number of a cohort's streams, and whether it verifies tokens."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.together: list[int] = []
+
+    def launch(self, *args: Any) -> Any:
+        together = args[4] if len(args) > 4 else None
+        self.together.append(0 if together is None else len(together))
+        return super().launch(*args)
+
+
+@pytest.mark.parametrize("passes_in_flight", [2, 3])
+def test_a_stream_is_in_a_cohort_while_nobody_predicts_its_tokens(passes_in_flight: int) -> None:
+    """The answer repeats its prompt, continues with new tokens, and repeats the prompt again."""
+    new = list(range(30, 70))
+    text = [*COUNTED[:57], *new, *COUNTED[:30]]
+
+    class Reads(Together):
+        def _choose(self, seen: list[int], piece: Piece) -> Token:
+            if not piece.is_proposed:
+                self.last[-1 - piece.pages[(len(seen) - 1) // PAGE_SIZE]] = text[len(seen)]
+            return Token(text[len(seen)])
+
+    device = Reads(100, passes_in_flight=passes_in_flight)
+    (only,) = streams = [stream(COUNTED[:27], 100)]
+    reports = run(device, streams)
+    assert ids(only.future.result(0)) == text[27:]
+    verified = [index for index, each in enumerate(reports) if each.num_proposed]
+    before = [index for index in verified if index < len(reports) // 2]
+    together = [index for index, count in enumerate(device.together) if count]
+    assert sum(device.together) == len(together) > len(new) - 2 * passes_in_flight
+    assert before, "tokens are verified before the new tokens"
+    assert len(verified) > len(before), "tokens are verified after the new tokens"
+    assert any(before[-1] < index < verified[len(before)] for index in together)
+    assert not set(together) & set(verified)
