@@ -405,8 +405,8 @@ class Engine:
         stream = Stream.begin(prompt, options, self.config.vocab_size, self.config.max_input_length)
         if options.grammar is not None and self._grammars is not None:
             stream.matcher = self._grammars.matcher(options.grammar, stream.options)
-        if self.speculate and self.speculation_rows:
-            stream.speculate()
+        if self.speculate and isinstance(self.runner, CpuRunner | StreamRunner) and self.runner.speculation_rows:
+            stream.speculate(self.runner.trusted_from)
         return stream
 
     def launch(

@@ -31,6 +31,7 @@ from engine.run.network import Network
 from engine.run.streams import MOST_GRAPH_ROWS, Laid, StreamPacker, StreamShape, rows_of
 from engine.schedule.cohort import CohortPass
 from engine.schedule.piece import Piece
+from engine.schedule.proposer import TRUSTED_FROM
 from engine.schedule.stream import Token, token_of
 
 Key = tuple[StreamShape, tuple[()]]
@@ -115,6 +116,7 @@ class StreamRunner:
 
     passes_in_flight, num_stages = 3, 1  # decode steps are short, and the host is late at times
     speculation_rows = 64  # for up to 64 rows the weights are read once, the same as for one row
+    trusted_from = TRUSTED_FROM  # for streams that speculate; `tune_streams` finds both numbers for the model
 
     def __init__(self, network: Network, packer: StreamPacker, cache: KVCache, device: torch.device) -> None:
         assert network.language_head is not None, "only a model that generates has streams"

@@ -17,6 +17,7 @@ from engine.run.kv_cache import PAGE_SIZE, KVCache
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.schedule.piece import Piece
+from engine.schedule.proposer import TRUSTED_FROM
 
 _WHOLE = EmbedOptions()
 
@@ -26,6 +27,7 @@ class CpuRunner:
 
     passes_in_flight = 1
     speculation_rows = 4  # more rows cost more and round differently, because their weights are in bf16 (docs/decisions/033)
+    trusted_from = TRUSTED_FROM
 
     def __init__(
         self, network: Network, packer: BatchPacker, cache: KVCache | None = None, earlier: Sequence[Model] = ()

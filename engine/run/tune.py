@@ -22,6 +22,7 @@ from engine.run.cuda import CudaRunner
 from engine.run.cuda_streams import StreamRunner
 from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.piece import Piece
+from engine.schedule.proposer import MOST_TRUST, TRUSTED_FROM
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +35,9 @@ _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
-# On an H200 (docs/decisions/049) a pass of streams that speculate takes the host 0.45 ms, and 0.1 ms for each further stream. So
-# with a step of 0.6 ms up to 4 streams of 4 rows speculate, and from 2.4 ms on 16 streams.
+# On an H200 (docs/decisions/049) it costs 1.9 ms to begin to speculate and to end again, and 0.1 ms of the host for each further
+# stream of a pass that verifies tokens. So with a step of 0.6 ms 4 streams of 4 rows speculate, and from 2.4 ms on 16 streams.
+_BEGIN_TO_SPECULATE_S = 1.9e-3
 _LEAST_SPECULATION_ROWS, _SPECULATION_ROWS_PER_S = 4, 27_000
 
 
@@ -87,14 +89,17 @@ class _StreamTrials:
         runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), MOST_STEPS_CAPTURE_S)
         runner.graphs.capture_all((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1)
         runner.max_graph_tokens = limit
-        runner.speculation_rows = self._find_speculation_rows(runner.speculation_rows)
+        if runner.speculation_rows:
+            self._find_speculation()
         return budget
 
-    def _find_speculation_rows(self, most: int) -> int:
-        """Streams that speculate wait for the host in each pass. With many streams this pays only if a decode step takes long."""
-        step = self._pieces(1, 1)
-        step_s = min(self._runner.launch([], pieces=step).wait().device_s for _ in range(3))
-        return min(most, max(_LEAST_SPECULATION_ROWS, int(step_s * _SPECULATION_ROWS_PER_S)))
+    def _find_speculation(self) -> None:
+        """Streams that speculate wait for the host in each pass. With short decode steps this pays less."""
+        runner, step = self._runner, self._pieces(1, 1)
+        step_s = min(runner.launch([], pieces=step).wait().device_s for _ in range(3))
+        rows = max(_LEAST_SPECULATION_ROWS, int(step_s * _SPECULATION_ROWS_PER_S))
+        runner.speculation_rows = min(runner.speculation_rows, rows)
+        runner.trusted_from = min(MOST_TRUST, TRUSTED_FROM + int(_BEGIN_TO_SPECULATE_S / step_s))
 
     def _find_graph_limit(self, budget: int) -> int:
         """The same as in `_Trials`: graphs pay if the launch of the kernels takes at least a third of the kernels' time."""

@@ -13,9 +13,7 @@ _MATCH, _ID_BITS = 3, 21
 # The most tokens at the end of a sequence that are indexed at first. To index this many takes half a millisecond.
 _MOST_SEARCHED = 8_192
 # If an answer copies many tokens, changes one and continues to copy, it is still trusted when the next match is found.
-_TRUSTED_FROM, _MOST_TRUST = 3, 12
-# Whoever speculates waits for the host once, before it runs ahead again. Fewer right tokens than these are not worth this time.
-_WORTH_IT = 4
+TRUSTED_FROM, MOST_TRUST = 3, 12
 _MOST_PROPOSED = 7  # with the token before them, 8 rows of a pass
 
 
@@ -23,12 +21,11 @@ class Proposer:
     """Follows one sequence. Each token takes the same time, however long the sequence is: about a microsecond.
 
     Every token is compared to the prediction, also if no pass verifies it. `_trust` measures the predictions: a right token adds
-    1, a wrong token halves it, and a token without a prediction subtracts 1. If too few tokens of a trusted prediction are
-    right, the next one needs twice the trust.
+    1, a wrong token halves it, and a token without a prediction subtracts 1.
     """
 
-    def __init__(self, sequence: TokenIds) -> None:
-        """`sequence`: the tokens so far, at least one."""
+    def __init__(self, sequence: TokenIds, trusted_from: int = TRUSTED_FROM) -> None:
+        """`sequence`: the tokens so far, at least one. `trusted_from`: the least trust with which tokens are proposed."""
         self.num_tokens = len(sequence)
         ids = np.asarray(sequence[-_MOST_SEARCHED:], dtype=np.int64)
         self._ids: list[int] = ids.tolist()
@@ -36,8 +33,7 @@ class Proposer:
         # The place after a match, by the tokens of the match. Of equal keys the last one stays.
         self._places = dict(zip(keys, range(_MATCH, len(ids)), strict=False))
         self._at: int | None = None  # the place of the predicted next token
-        self._trust, self._trusted_from = 0, _TRUSTED_FROM
-        self._right = 0  # right tokens of this prediction since it was trusted
+        self._trust, self._trusted_from = 0, trusted_from
         self._match()
 
     @property
@@ -51,13 +47,9 @@ class Proposer:
         if self._at is None:
             self._trust = max(0, self._trust - 1)
         elif self._ids[self._at] == token:
-            self._right += self.is_trusted
             self._at += 1
-            self._trust = min(self._trust + 1, _MOST_TRUST)
+            self._trust = min(self._trust + 1, MOST_TRUST)
         else:
-            if self.is_trusted:
-                self._trusted_from = _TRUSTED_FROM if self._right >= _WORTH_IT else min(2 * self._trusted_from, _MOST_TRUST)
-            self._right = 0
             self._at = None
             self._trust //= 2
         self._ids.append(token)

@@ -32,7 +32,7 @@ from engine.options import SamplingOptions, TokenIds, check_sampling
 from engine.schedule.cohort import Cohort, CohortPass, Listener
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, Scored, last_token_ids
-from engine.schedule.proposer import Proposer
+from engine.schedule.proposer import TRUSTED_FROM, Proposer
 from engine.schedule.request import Slice, Waiting
 from engine.text.grammar import Matcher
 from engine.text.ids import checked_ids
@@ -96,6 +96,7 @@ class Stream(Waiting):
     on_pass: Callable[[], None] | None = None
     matcher: Matcher | None = None  # follows the grammar, if the request has one
     speculates: bool = False  # whether a pass may verify several tokens
+    trusted_from: int = TRUSTED_FROM  # as in `Proposer`
     # Progress, kept by the scheduler.
     scores: dict[int, Token] = field(default_factory=dict)  # tokens of the prompt that are scored, by position
     pages: list[int] = field(default_factory=list)
@@ -235,11 +236,15 @@ class Stream(Waiting):
         """Whether the next token can be chosen before the host knows the last one."""
         return self.matcher is None and self.counts is None and not self.options.no_repeat_ngram
 
-    def speculate(self) -> None:
+    def speculate(self, trusted_from: int = TRUSTED_FROM) -> None:
         """Let a pass verify several tokens if the next tokens are predicted. Call this method before any other.
 
         Does nothing for a short answer, and for a stream with a grammar, a penalty or n-gram bans.
+
+        Args:
+            trusted_from: as in `Proposer`.
         """
+        self.trusted_from = trusted_from
         self.speculates = self.can_run_ahead and self.options.max_tokens >= _LEAST_SPECULATING
 
     @property
@@ -262,7 +267,7 @@ class Stream(Waiting):
     def _followed(self) -> Proposer:
         """The proposer, after it has followed all tokens of the answer. The scheduler calls this only while streams are few."""
         if self.proposer is None or self.proposer.num_tokens + _MOST_BEHIND < self.length:
-            self.proposer = Proposer(self.ids)
+            self.proposer = Proposer(self.ids, self.trusted_from)
         for token in self.answer[self.proposer.num_tokens - len(self.prompt) :]:
             self.proposer.add(token.id)
         return self.proposer

@@ -45,7 +45,9 @@ def load(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     def make(kind: str, dtype: Any) -> Engine:
         engine = Engine.load(folder_of(kind), dtype=dtype, device="cuda")
         torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs a part of the card's memory, too
-        engine.runner.speculation_rows = 64  # the load has chosen fewer, because the steps of tiny models are short
+        # The load has chosen other numbers, because the steps of tiny models are short.
+        assert isinstance(engine.runner, StreamRunner)
+        engine.runner.speculation_rows, engine.runner.trusted_from = 64, 3
         return engine
 
     yield make

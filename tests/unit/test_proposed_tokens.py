@@ -301,21 +301,14 @@ def test_three_right_tokens_are_trusted_and_a_wrong_one_halves_the_trust() -> No
         assert not made.is_trusted
 
 
-def test_a_trusted_prediction_that_is_soon_wrong_makes_the_next_one_need_twice_the_trust() -> None:
-    text = list(range(100, 160))
-    made = proposer_after(text, text[:6])
-    assert made.is_trusted
-    made.add(1)
-    for token in text[10:13]:
+def test_a_model_with_short_steps_proposes_with_more_trust() -> None:
+    text = list(range(100, 140))
+    made = Proposer(np.array(text, np.int32), trusted_from=6)
+    for token in text[:8]:
         made.add(token)
-    for right, token in enumerate(text[13:20], start=1):  # three tokens without a prediction have left no trust
-        assert made.is_trusted == (right > 6)
-        made.add(token)
-    for token in text[20:23]:
-        made.add(token)
-    for token in (1, *text[30:33]):  # four tokens were right: the next prediction needs as little trust as the first
-        made.add(token)
-    assert made.is_trusted
+        assert not made.propose(7)
+    made.add(text[8])
+    assert made.propose(7) == text[9:15]
 
 
 def test_the_latest_of_several_places_is_taken_and_kept_while_it_is_right() -> None:
