@@ -1,7 +1,7 @@
 """Measures answers with and without speculation, in turns on one engine: edited code, summaries, and free text.
 
 python -m loadtests.speculation            # SmolLM2, on a GPU if there is one
-python -m loadtests.speculation MODEL ...  # random weights at the shapes of these models, on a GPU
+python -m loadtests.speculation MODEL ...  # SmolLM2, and random weights at the shapes of other models, which need a GPU
 
 A model with random weights gives the answers that are written down here: after its head, the logit of the next token of the
 answer is set to a large value. So its passes take their real time, and the answers repeat what such answers repeat.
@@ -37,7 +37,8 @@ from loadtests.checkpoints import Published, save
 from loadtests.generate import MODELS
 from loadtests.report import write
 
-ROUNDS = 5
+ROUNDS = 9
+SMOLLM2 = "SmolLM2"
 CODE = '''class Store:
     """Keeps values by key, and forgets the oldest ones beyond a limit."""
 
@@ -224,11 +225,10 @@ def main(names: Sequence[str]) -> None:
     ]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as path:
-        for name in names:
-            rows += of_random_weights(name, Path(path) / name)
-        if not names:
-            rows += of_smollm2()
-        write("speculation", " ".join(["python -m loadtests.speculation", *names]), {"Speculation": rows}, notes)
+        for name in names or (SMOLLM2,):
+            rows += of_smollm2() if name == SMOLLM2 else of_random_weights(name, Path(path) / name)
+    result = "speculation_gpu" if torch.cuda.is_available() else "speculation"
+    write(result, " ".join(["python -m loadtests.speculation", *names]), {"Speculation": rows}, notes)
 
 
 if __name__ == "__main__":
