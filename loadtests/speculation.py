@@ -210,10 +210,6 @@ def of_random_weights(name: str, folder: Path) -> Iterator[dict[str, Any]]:
                 yield {"model": f"{name}'s shape, bf16", "task": task, "streams": count, **found}
                 print(f"{name}, {count} streams, {task}: {found}", file=sys.stderr, flush=True)
         subject.loop.stop()
-    del engine, subject
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1.0)  # the engine has limited it
 
 
 def main(names: Sequence[str]) -> None:
@@ -227,6 +223,10 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as path:
         for name in names or (SMOLLM2,):
             rows += of_smollm2() if name == SMOLLM2 else of_random_weights(name, Path(path) / name)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+                torch.cuda.set_per_process_memory_fraction(1.0)  # the engine has limited it
     result = "speculation_gpu" if torch.cuda.is_available() else "speculation"
     write(result, " ".join(["python -m loadtests.speculation", *names]), {"Speculation": rows}, notes)
 
