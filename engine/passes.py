@@ -45,7 +45,7 @@ class Runner(Protocol):
     def speculation_rows(self) -> int:
         """The most tokens of answers, including proposed tokens, in a pass in which streams speculate. 0: they never speculate.
 
-        A pass of this many tokens takes hardly longer than a pass of one token, on the device and with the host's work for it.
+        The device and the host take hardly longer for a pass of this many tokens than for a pass of one token.
         """
         ...
 

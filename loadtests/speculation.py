@@ -86,7 +86,7 @@ ANSWERS = {
     "free text": (f"Continue this story.\n\n{ALICE[:2000]}", ALICE[2000:3000]),
 }
 MOST_TOKENS = 200
-LARGE = 1e4  # a logit that no other one of random weights reaches
+LARGE = 1e4  # larger than all logits of random weights
 
 
 @dataclass
@@ -214,9 +214,10 @@ def of_random_weights(name: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 def main(names: Sequence[str]) -> None:
     notes = [
-        f"{ROUNDS} rounds in turn on one engine, medians; answers of up to {MOST_TOKENS} tokens, behind the first token",
-        "greedy. SmolLM2 answers itself. Random weights give answers that are written by hand, in SmolLM2's tokens, from two "
-        "paragraphs of Alice in Wonderland (free text), or from the texts of the prompts",
+        f"{ROUNDS} rounds in turn on one engine, medians, behind the first token; SmolLM2's answers have up to {MOST_TOKENS} "
+        "tokens",
+        "all answers are greedy; SmolLM2 answers itself; random weights give answers that are written by hand, from the texts of "
+        "the prompts, and a part of Alice in Wonderland (free text), all in SmolLM2's tokens",
         "in 16 bits a pass of several rows rounds otherwise than a pass of one, so answers may differ",
     ]
     rows: list[dict[str, Any]] = []

@@ -35,8 +35,8 @@ _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
-# On an H200 (docs/decisions/049) it costs 1.9 ms to begin to speculate and to end again, and 0.1 ms of the host for each further
-# stream of a pass that verifies tokens. So with a step of 0.6 ms 4 streams of 4 rows speculate, and from 2.4 ms on 16 streams.
+# A stream that begins to speculate and ends again costs 1.9 ms on an H200, and each further stream of a pass that verifies tokens
+# costs the host 0.1 ms (docs/decisions/049). So with a step of 0.6 ms 4 streams of 4 rows speculate, with 2.4 ms 16 streams.
 _BEGIN_TO_SPECULATE_S = 1.9e-3
 _LEAST_SPECULATION_ROWS, _SPECULATION_ROWS_PER_S = 4, 27_000
 
@@ -94,7 +94,7 @@ class _StreamTrials:
         return budget
 
     def _find_speculation(self) -> None:
-        """Streams that speculate wait for the host in each pass. With short decode steps this pays less."""
+        """Set the rows and the trust of streams that speculate. Their waits for the host cost more if decode steps are short."""
         runner, step = self._runner, self._pieces(1, 1)
         flights = [runner.launch([], pieces=step) for _ in range(8)]  # queued, so that no step includes the time of a launch
         step_s = min(flight.wait().device_s for flight in flights)

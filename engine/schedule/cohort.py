@@ -194,8 +194,8 @@ class Cohort:
                 del self._on_passes[stream.on_pass]
 
     def remove_predicted(self) -> "list[Stream]":
-        """Remove the streams whose last tokens were predicted, as far as they are delivered. They speculate alone."""
-        predicted = [stream for stream in self._streams if stream.speculates and stream.was_predicted]
+        """Remove and return the streams whose delivered tokens were predicted. They speculate alone."""
+        predicted = [stream for stream in self._streams if stream.was_predicted]
         for stream in predicted:
             self.remove(stream)
         return predicted

@@ -579,7 +579,7 @@ class Streams:
             self._behind.append(ahead)
 
     def _may_join(self, stream: Stream) -> bool:
-        return len(self.cohort) < self.cohort.most and not self._take_turns and not stream.proposed and stream.just_goes_on
+        return len(self.cohort) < self.cohort.most and not self._take_turns and stream.just_goes_on
 
     def _take_page(self, stream: Stream, slices: Sequence[Slice], preempted: list[Stream]) -> bool:
         """Take a page for the stream's next token. If none is free, preempts streams. False: no page is free now.

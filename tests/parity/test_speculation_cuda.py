@@ -45,9 +45,8 @@ def load(folder_of: Callable[[str], Path]) -> Iterator[Callable[..., Engine]]:
     def make(kind: str, dtype: Any) -> Engine:
         engine = Engine.load(folder_of(kind), dtype=dtype, device="cuda")
         torch.cuda.set_per_process_memory_fraction(1.0)  # transformers needs a part of the card's memory, too
-        if isinstance(
-            engine.runner, StreamRunner
-        ):  # the load has chosen other numbers, because the steps of tiny models are short
+        if isinstance(engine.runner, StreamRunner):
+            # The load has chosen other numbers, because the steps of tiny models are short.
             engine.runner.speculation_rows, engine.runner.trusted_from = 64, 3
         return engine
 

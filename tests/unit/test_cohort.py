@@ -22,19 +22,6 @@ from engine.schedule.piece import Piece
 from engine.schedule.stream import Stream, Streams, Token
 
 
-class Recorder(Device):
-    """Records the number of a cohort's streams in each pass."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.together: list[int] = []
-
-    def launch(self, *args: Any) -> Any:
-        together = args[4] if len(args) > 4 else None
-        self.together.append(0 if together is None else len(together))
-        return super().launch(*args)
-
-
 def run(device: Device, streams: Sequence[Stream], budget: int = 512) -> Passes:
     passes = Passes(device, budget)
     for _ in passes.steps(streams):
@@ -138,7 +125,7 @@ def test_a_pass_of_a_cohort_divides_its_keys_as_the_passes_before() -> None:
 
 def test_streams_that_just_go_on_form_a_cohort() -> None:
     """Streams with a penalty, log-probabilities or a bias continue alone."""
-    device = Recorder(60, passes_in_flight=2)
+    device = Device(60, passes_in_flight=2)
     plain = [stream([3, each], 12) for each in range(5)]
     others = [
         stream([4], 12, ahead=False),
@@ -154,14 +141,14 @@ def test_streams_that_just_go_on_form_a_cohort() -> None:
 
 
 def test_a_stream_joins_when_its_stop_ids_count() -> None:
-    device = Recorder(60, passes_in_flight=2)
+    device = Device(60, passes_in_flight=2)
     late = Stream(np.array([3], np.int32), SamplingOptions(12, min_tokens=6, stop_ids=(77,)), 0)
     run(device, [late])
     assert next(index for index, count in enumerate(device.together) if count) == 6
 
 
 def test_more_streams_than_a_pass_takes_have_their_turns() -> None:
-    device = Recorder(60, passes_in_flight=2)
+    device = Device(60, passes_in_flight=2)
     streams = [stream([3, each], 12) for each in range(9)]
     run(device, streams, budget=4)
     for each in streams:

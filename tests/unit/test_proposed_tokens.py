@@ -342,26 +342,13 @@ def test_the_end_of_a_long_prompt_is_searched() -> None:
     assert proposer_after(prompt, end[:20]).propose(1) == end[20:21]
 
 
-class Together(Repeater):
-    """Records for each pass the number of a cohort's streams, and whether it verifies tokens."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-        self.together: list[int] = []
-
-    def launch(self, *args: Any) -> Any:
-        together = args[4] if len(args) > 4 else None
-        self.together.append(0 if together is None else len(together))
-        return super().launch(*args)
-
-
 @pytest.mark.parametrize("passes_in_flight", [2, 3])
 def test_a_stream_is_in_a_cohort_while_nobody_predicts_its_tokens(passes_in_flight: int) -> None:
     """The answer repeats its prompt, continues with new tokens, and repeats the prompt again."""
     new = list(range(30, 70))
     text = [*COUNTED[:57], *new, *COUNTED[:30]]
 
-    class Reads(Together):
+    class Reads(Repeater):
         def _choose(self, seen: list[int], piece: Piece) -> Token:
             if not piece.is_proposed:
                 self.last[-1 - piece.pages[(len(seen) - 1) // PAGE_SIZE]] = text[len(seen)]

@@ -88,6 +88,7 @@ class Device:
         self.cache = np.full(num_pages * PAGE_SIZE, -1)
         self.most_tokens = most_tokens  # the most tokens of a pass; a larger pass is out of memory
         self.passes: list[list[int]] = []  # the tokens of each piece
+        self.together: list[int] = []  # the number of a cohort's streams in each pass
 
     def launch(
         self,
@@ -104,6 +105,7 @@ class Device:
         if sum(lengths) > self.most_tokens and len(lengths) > 1:
             raise OutOfMemory("too much")
         self.passes.append(lengths)
+        self.together.append(count)
         seen = [self._compute(piece) for piece in pieces]
         vectors = [vector_of(ids) for ids, piece in zip(seen, pieces, strict=True) if piece.pooled is not None]
         tokens = [self._choose(ids, piece) for ids, piece in zip(seen, pieces, strict=True) if piece.row is not None]
