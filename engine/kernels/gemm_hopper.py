@@ -10,8 +10,8 @@ from engine.kernels.attention_hopper import FEATURES
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
-FollowedBy = Literal["nothing", "residual", "swiglu"]
-FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2}
+FollowedBy = Literal["nothing", "residual", "swiglu", "swiglu in e4m3"]
+FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, "swiglu in e4m3": 3}
 OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
 _SHARED_BYTES = 227 << 10  # the most of a block
@@ -38,26 +38,37 @@ def gemm_hopper(
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
     block_n: int = WIDEST,
+    y_scale: Tensor | None = None,
 ) -> Tensor:
-    """Returns x W^T in 16 bits.
+    """Returns x W^T in 16 bits, or SwiGLU's results in e4m3.
 
     Args:
         x: [M, K]; weight: [N, K], of the same dtype: bf16, fp16, e4m3 or int8. Rows begin at multiples of 16 bytes. 8 divides N.
         followed_by: "residual" adds the result to `residual` [M, N] in place. "swiglu" takes a weight in which eight rows of gate
-            alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
+            alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2]. "swiglu in e4m3" is the same for operands in
+            e4m3 whose results fit into e4m3; 32 divides N.
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
         block_n: the columns of a tile, from `block_n_of`.
-    Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits; `residual` itself if given.
+        y_scale: [M] fp32, becomes 1. "swiglu in e4m3" needs it.
+    Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits, or in e4m3; `residual` itself if given.
     """
     (m, k), n = x.shape, len(weight)
-    width = n // 2 if followed_by == "swiglu" else n
-    dtype = torch.bfloat16 if x.element_size() == 1 else x.dtype
-    y = torch.empty(m, width, dtype=dtype, device=x.device) if residual is None else residual
+    y = result_of(x, n, followed_by) if residual is None else residual
     kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, x.device)
     grid = _CLUSTER * min(_tiles(m, n, block_n), num_sms(x.device) // _CLUSTER)
     x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (block_n // _CLUSTER,))
-    kernel(grid, x_map, w_map, y, row_scale, column_scale, m, n, k, y.stride(0))
+    kernel(grid, x_map, w_map, y, row_scale, column_scale, y_scale, m, n, k, y.stride(0))
     return y
+
+
+def result_of(x: Tensor, n: int, followed_by: FollowedBy) -> Tensor:
+    """Returns the tensor for the result of x and a weight with `n` rows, for this kernel and `gemm_skinny`."""
+    width = n // 2 if followed_by.startswith("swiglu") else n
+    if followed_by == "swiglu in e4m3":
+        assert x.dtype == torch.float8_e4m3fn, "the kernel's results are in e4m3 only for operands in e4m3"
+        assert width % 16 == 0, "the kernel writes 16 results at a time"
+        return torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    return torch.empty(len(x), width, dtype=torch.bfloat16 if x.element_size() == 1 else x.dtype, device=x.device)
 
 
 def block_n_of(x: Tensor, weight: Tensor, followed_by: FollowedBy) -> int | None:

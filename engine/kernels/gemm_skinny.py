@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.codes import STRIP, Form
 from engine.kernels.attention_hopper import FEATURES
-from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy
+from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy, result_of
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, tensor_map
@@ -158,22 +158,22 @@ def gemm_skinny(
     residual: Tensor | None = None,
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
+    y_scale: Tensor | None = None,
 ) -> Tensor:
-    """Returns x W^T in bf16.
+    """Returns x W^T in bf16, or SwiGLU's results in e4m3.
 
     Args:
         x: [M, K], M up to `shape.rows`, or any if these are 128; weight: [N, K], of the same dtype: bf16, e4m3 or int8. Rows
             begin at multiples of 16 bytes. With a weight in codes x is in bf16.
         shape: from `skinny_shape_of`.
-        followed_by, residual, row_scale, column_scale: as in `gemm_hopper`.
+        followed_by, residual, row_scale, column_scale, y_scale: as in `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
-    width = n // 2 if followed_by == "swiglu" else n
-    y = torch.empty(m, width, dtype=torch.bfloat16, device=x.device) if residual is None else residual
+    y = result_of(x, n, followed_by) if residual is None else residual
     operands, w = _weights(x, weight, shape)
     grid = shape.split * -(-n // shape.block_n) * -(-m // shape.rows)
     kernel = _kernel(operands, k, shape, followed_by, x.device)
-    kernel(grid, tensor_map(x, (shape.rows,)), w, y, row_scale, column_scale, m, n, y.stride(0))
+    kernel(grid, tensor_map(x, (shape.rows,)), w, y, row_scale, column_scale, y_scale, m, n, y.stride(0))
     return y
 
 

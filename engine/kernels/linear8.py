@@ -1,7 +1,7 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`, and more rows of int8 through `gemm_hopper`. Both fuse
-the next operation. cuBLAS computes all other products. docs/decisions/023 and 067.
+On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`. More rows of int8, and more rows of e4m3 before SwiGLU, go
+through `gemm_hopper`. Both fuse the next operation. cuBLAS computes all other products. docs/decisions/023, 067 and 071.
 
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """
@@ -41,18 +41,36 @@ def linear8_add(x: MaybeQuantized, weight: Quantized, residual: Tensor) -> Tenso
 
 
 def linear8_swiglu(
-    x: MaybeQuantized, gate_up: Quantized, norm: Tensor | None = None, eps: float = 0.0, pending: Tensor | None = None
+    x: MaybeQuantized,
+    gate_up: Quantized,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    pending: Tensor | None = None,
+    fits: bool = False,
 ) -> Quantized:
     """silu(x G^T) * (x U^T), in 8 bits for the next product. `norm` and `pending` are as in `linear8`.
 
     Args:
         gate_up: [2 I, K], in which eight rows of G and eight rows of U alternate.
+        fits: gate_up is in e4m3, and so small that all results fit into e4m3. On Hopper they get no scale then.
     Returns: [M, I].
     """
     dtype = gate_up.values.dtype
     x8 = quantize(x, dtype, norm, eps, pending=pending)
+    if fits and is_hopper(x8.values.device):
+        return _unscaled_swiglu(x8, gate_up)
     ours = _ours(x8, gate_up, "swiglu")
     return quantize(_product(x8, gate_up), dtype, gated=True) if ours is None else quantize(ours, dtype)
+
+
+def _unscaled_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.values.device)
+    around = (None, x.scale, gate_up.scale)
+    if (skinny := skinny_shape_of(x.values, gate_up.values)) is not None:
+        y = gemm_skinny(x.values, gate_up.values, skinny, "swiglu in e4m3", *around, y_scale=scale)
+    else:
+        y = gemm_hopper(x.values, gate_up.values, "swiglu in e4m3", *around, y_scale=scale)
+    return Quantized(y, scale)
 
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:

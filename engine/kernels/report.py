@@ -160,14 +160,18 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
-        for block_n in BLOCKS_N:
-            yield from (_gemm_hopper(0, followed_by, block_n) for followed_by in FOLLOWED_BY)
+        for followed_by in FOLLOWED_BY:
+            if followed_by == "swiglu in e4m3":
+                yield _gemm_hopper(2, followed_by, WIDEST)
+                continue
+            yield from (_gemm_hopper(0, followed_by, block_n) for block_n in BLOCKS_N)
+            yield _gemm_hopper(3, followed_by, WIDEST)
         yield _gemm_hopper(1, "swiglu", WIDEST)
-        yield from (_gemm_hopper(3, followed_by, WIDEST) for followed_by in FOLLOWED_BY)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
-            yield from (_gemm_skinny(n, k, rows, followed_by, 2) for rows in (8, 64, 256))
+            of_e4m3: FollowedBy = "swiglu in e4m3" if followed_by == "swiglu" else followed_by
+            yield from (_gemm_skinny(n, k, rows, of_e4m3, 2) for rows in (8, 64, 256))
             yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
             for form in (Form(128), Form(64, beside="zeros")):
                 yield _few_rows(n, k, 16, norm, followed_by, form)

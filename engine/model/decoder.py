@@ -176,13 +176,14 @@ class _Layer:
         name, c, wide = f"layers.{index}.", config.hidden_size, config.intermediate_size
         gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.attend: SelfAttention = DecoderAttention(config, checkpoint, index, norm, angles)
-        self.mlp_norm = norm(f"{name}post_attention_layernorm", c)
-        self.swiglu = SwiGLU(checkpoint, checkpoint.take_matrix(gate_up, [wide] * 2, c))
-        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False)
+        self.swiglu = SwiGLU(
+            checkpoint, checkpoint.take_matrix(gate_up, [wide] * 2, c), norm(f"{name}post_attention_layernorm", c)
+        )
+        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False, scale=self.swiglu.scale)
 
     def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
         x = self._attended(x, batch, attention, pooled_only)
-        gated = self.swiglu(x, self.mlp_norm)
+        gated = self.swiglu(x)
         return self.down.add_to(x.value, gated)
 
     def _attended(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:

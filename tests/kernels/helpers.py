@@ -130,16 +130,20 @@ class InEightBits:
         residual = torch.randn(m, n, device=DEVICE).bfloat16() if followed_by == "residual" else None
         if residual is not None:
             exact = exact + residual.double()
-        if followed_by == "swiglu":
+        if followed_by.startswith("swiglu"):
             gate, up = exact.chunk(2, dim=1)
             exact = F.silu(gate) * up
+            if followed_by == "swiglu in e4m3":  # the largest result is the largest number of e4m3
+                factor = 448 / float(exact.abs().max())
+                exact, column_scale[n // 2 :] = factor * exact, factor * column_scale[n // 2 :]
             w, column_scale = interleaved(w.view(torch.uint8)).view(dtype), interleaved(column_scale[:, None]).flatten()
         return cls(x, row_scale, w, column_scale, residual, exact)
 
     def check(self, y: Tensor) -> None:
-        """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum."""
-        error = (y.double() - self.exact).abs().max()
-        assert error <= 2**-8 * self.exact.abs().max() * (1 if self.x.dtype == torch.int8 else 2)
+        """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum. e4m3 rounds by a 16th at most."""
+        allowed = 2**-8 * self.exact.abs().max() * (1 if self.x.dtype == torch.int8 else 2)
+        rounded = self.exact.abs() / 16 if y.dtype == torch.float8_e4m3fn else 0
+        assert ((y.double() - self.exact).abs() <= allowed + rounded).all()
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

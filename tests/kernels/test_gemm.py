@@ -1,5 +1,7 @@
 """x W^T on Hopper, with the operation after it, against fp64."""
 
+import math
+
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
@@ -69,3 +71,23 @@ def test_eight_bits(m: int, n: int, k: int, followed_by: FollowedBy, dtype: torc
     with poisoned():
         y = gemm_hopper(given.x, given.w, followed_by, given.residual, given.row_scale, given.column_scale)
     given.check(y)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 128), (130, 288, 144), (1000, 1024, 1024), (777, 416, 1536)])
+def test_swiglu_in_e4m3(m: int, n: int, k: int) -> None:
+    given = InEightBits.random(m, n, k, "swiglu in e4m3", torch.float8_e4m3fn)
+    y_scale = torch.zeros(m, device=DEVICE)
+    with poisoned():
+        y = gemm_hopper(given.x, given.w, "swiglu in e4m3", None, given.row_scale, given.column_scale, y_scale=y_scale)
+    given.check(y)
+    assert (y_scale == 1).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_nan_in_e4m3(bad: float) -> None:
+    given = InEightBits.random(300, 256, 128, "swiglu in e4m3", torch.float8_e4m3fn)
+    given.row_scale[7] = bad
+    scales = given.row_scale, given.column_scale
+    y = gemm_hopper(given.x, given.w, "swiglu in e4m3", None, *scales, y_scale=torch.zeros(300, device=DEVICE))
+    assert torch.isnan(y[7].float()).all()
+    assert torch.isfinite(torch.cat((y[:7], y[8:])).float()).all()

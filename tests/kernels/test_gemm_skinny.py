@@ -78,6 +78,20 @@ def test_eight_bits(
     given.check(y)
 
 
+@pytest.mark.parametrize(("n", "k", "cut"), IN_8_BITS)
+@pytest.mark.parametrize("m", [1, 9, 33, 64, 129, 256])
+def test_swiglu_in_e4m3(m: int, n: int, k: int, cut: tuple[int, int, int] | None) -> None:
+    if cut and m > 64 and cut[1] > 256:
+        pytest.skip("128 rows of x take at most 256 rows of W")
+    shape = SkinnyShape(min(padded(m), 128), *cut, 1) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE), 1)
+    assert shape is not None, "these are models' shapes"
+    given, y_scale = InEightBits.random(m, n, k, "swiglu in e4m3", torch.float8_e4m3fn), torch.zeros(m, device=DEVICE)
+    with poisoned():
+        y = gemm_skinny(given.x, given.w, shape, "swiglu in e4m3", None, given.row_scale, given.column_scale, y_scale)
+    given.check(y)
+    assert (y_scale == 1).all()
+
+
 def test_one_after_the_other_in_a_graph() -> None:
     """Each kernel begins while the previous one runs, and still reads the previous kernel's results."""
     m, width, layers = 64, 1024, 12

@@ -84,3 +84,20 @@ def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     assert isinstance(found, Quantized)
     most = exact.abs().amax(1, keepdim=True)
     assert ((wide(found) - exact).abs() <= most * (2 / 127 if dtype == torch.int8 else 1 / 16)).all()
+
+
+@pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this GPU has no e4m3")
+@row_counts
+@pytest.mark.parametrize(("n", "k"), [(1024, 1024), (512, 9728), (240, 512)])
+def test_linear_swiglu_whose_results_fit(m: int, n: int, k: int) -> None:
+    """As above, but up is so small, or so large, that the largest result is e4m3's largest number."""
+    x, w = operands(m, 2 * n, k, torch.float8_e4m3fn)
+    x8 = quantize(x, torch.float8_e4m3fn)
+    gate, up = (wide(x8) @ wide(quantize_weight(w, torch.float8_e4m3fn)).t()).chunk(2, dim=1)
+    factor = 448 / float((F.silu(gate) * up).abs().max())
+    weight = quantize_weight(kernels.interleaved(w), torch.float8_e4m3fn)
+    weight.scale.view(-1, 2, 8)[:, 1] *= factor
+    with poisoned():
+        found = kernels.linear8_swiglu(x8, weight, fits=True)
+    exact = F.silu(gate) * up * factor
+    assert ((wide(found) - exact).abs() <= exact.abs() / 16 + exact.abs().max() / 64).all()

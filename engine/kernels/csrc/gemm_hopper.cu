@@ -4,7 +4,8 @@
 //   been divided by row_scale[i], row j of W by column_scale[j].
 //   BLOCK_N: columns of a tile: 128, 160, 192, 224 or 256. STAGES: steps in flight.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
-//   alternate with eight rows of up in W, so that one thread holds both values of a result.
+//   alternate with eight rows of up in W, so that one thread holds both values of a result.  3: the same in e4m3, and y_scale
+//   float [M] is 1 for each row.
 //
 // A block has three warpgroups and computes many tiles of BLOCK_M x BLOCK_N. One thread of the first warpgroup fetches, up to
 // STAGES steps of 128 bytes of K ahead. Each of the other two warpgroups computes 64 rows by wgmma from shared memory and writes
@@ -90,6 +91,54 @@ __device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
                  : "memory");
 }
 
+// silu(x), with an absolute error of |x| / 4096 at most. e4m3's rounding is larger for all but the smallest results. The special
+// function unit limits the kernel's results: silu_fast takes two of its operations, this takes one.
+__device__ __forceinline__ float silu_tanh(float x) {
+    const float half = 0.5f * x;
+    float tanh;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(half));
+    return fmaf(half, tanh, half);
+}
+
+// Writes the results of this thread to y in e4m3, for FOLLOWED_BY 3. It holds sums as in `write`.
+__device__ __forceinline__ void write_e4m3(Sum (&sums)[ACCUMULATORS], unsigned char* __restrict__ y, const float* __restrict__ row_scale,
+                                           const float* __restrict__ column_scale, float* __restrict__ y_scale, int row, int column,
+                                           int m, int n, i64 y_stride) {
+    constexpr int WIDE = BLOCK_N / 32;  // chunks of 16 results, each 16 bytes
+    static_assert(FOLLOWED_BY != 3 || WIDE % 4 == 0, "four neighbouring lanes exchange four chunks");
+    const int lane = threadIdx.x % 32;
+    const float scales[2] = {row_scale[min(row, m - 1)], row_scale[min(row + 8, m - 1)]};
+#pragma unroll
+    for (int first = 0; first < WIDE; first += 4) {
+        u32 words[2][4] = {};  // of two rows: of each chunk columns lane % 4 * 2 and the next, then those eight columns later
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int eight = 4 * first + 2 * i;  // of gate; the next eight columns are of up
+            const float2 of_gate = reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 16))[lane % 4];
+            const float2 of_up = reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 16) + 8)[lane % 4];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                auto gated = [&](int at, float gate, float up) {
+                    const float a = static_cast<float>(sums[4 * eight + 2 * h + at]), b = static_cast<float>(sums[4 * eight + 4 + 2 * h + at]);
+                    return silu_tanh(a * (scales[h] * gate)) * (b * (scales[h] * up));
+                };
+                const u32 pair = pack_e4m3(gated(0, of_gate.x, of_up.x), gated(1, of_gate.y, of_up.y));
+                words[h][i / 2] |= pair << i % 2 * 16;
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int r = row + h * 8, chunk = first + lane % 4;
+            transpose(words[h], lane);
+            Vec8 out;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) out.word[i] = __byte_perm(words[h][i % 2 * 2], words[h][i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
+            if (r < m && column / 2 + 16 * chunk < n / 2) *reinterpret_cast<Vec8*>(y + r * y_stride + column / 2 + 16 * chunk) = out;
+            if (r < m && column == 0 && first == 0 && lane % 4 == 0) y_scale[r] = 1.f;
+        }
+    }
+}
+
 // Writes the results of this thread to y. It holds two rows, eight rows apart, and two neighbouring columns of each eight.
 __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict__ y, const float* __restrict__ row_scale,
                                       const float* __restrict__ column_scale, int row, int column, int m, int n, i64 y_stride) {
@@ -149,7 +198,8 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
 extern "C" __global__ void __launch_bounds__(384, 1)
     __cluster_dims__(CLUSTER, 1, 1)
 gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y,
-     const float* __restrict__ row_scale, const float* __restrict__ column_scale, i64 m_, i64 n_, i64 k_, i64 y_stride) {
+     const float* __restrict__ row_scale, const float* __restrict__ column_scale, float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_,
+     i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int m = static_cast<int>(m_), n = static_cast<int>(n_), steps = (static_cast<int>(k_) + STEP_K - 1) / STEP_K;
     const u32 x_tiles = address(shared), w_tiles = x_tiles + STAGES * X_BYTES;
@@ -226,8 +276,11 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u
             products_wait<0>();
             pin(sums);
             release(before);
-            write(sums, y, row_scale, column_scale, at.x + rank * BLOCK_M + group * 64 + thread / 32 * 16 + thread % 32 / 4, at.y, m, n,
-                  y_stride);
+            const int row = at.x + rank * BLOCK_M + group * 64 + thread / 32 * 16 + thread % 32 / 4;
+            if (FOLLOWED_BY == 3)
+                write_e4m3(sums, reinterpret_cast<unsigned char*>(y), row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
+            else
+                write(sums, y, row_scale, column_scale, row, at.y, m, n, y_stride);
         }
     }
     cluster_sync();  // no block exits while the other may still write to its shared memory

@@ -1,9 +1,13 @@
-"""Scales values so that attention's results fit into e4m3, without a look at the results.
+"""Scales matrices so that the results of attention and of SwiGLU fit into e4m3, without a look at the results.
 
-Attention gives averages of V's rows, so no result is larger than V's largest value. The weights bound that value, because a norm
-gives vectors of length sqrt(C) at most, before its own weight. `scale_values` divides each of V's columns by a power of two that
-brings this bound into e4m3's range. The columns of the next matrix are multiplied by the same power. A typical value is a factor
-of sqrt(C) below the bound. e4m3 keeps all its bits over a factor of 28,000.
+A norm gives vectors of length sqrt(C) at most, before its own weight. So the weights bound what a product can give. Each column
+of V, or of up, is divided by a power of two that brings this bound into e4m3's range. The columns of the next matrix are multiplied
+by the same power. e4m3 keeps all its bits over a factor of 28,000.
+
+* Attention gives averages of V's rows, so no result is larger than V's largest value. A typical value is a factor of sqrt(C)
+  below the bound.
+* SwiGLU gives silu(x g) (x u), for a row g of the gate and a row u of up. |silu(z)| is at most |z|, and |(x g) (x u)| at most
+  |x|^2 (|g| |u| + |g u|) / 2, by the eigenvalues of g u^T + u g^T. A typical result is a factor of C / 2 below the bound.
 """
 
 import torch
@@ -14,6 +18,7 @@ from engine.model.layers.linear import Linear, SideBySide
 from engine.model.layers.norm import LayerNorm, RMSNorm
 
 E4M3 = torch.float8_e4m3fn
+_STEP_VALUES = 1 << 24  # of a matrix that are in fp32 at a time
 
 
 def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Tensor | None:
@@ -30,9 +35,38 @@ def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Te
     fixed = torch.zeros_like(most) if bias is None else bias.float()
     if isinstance(norm, LayerNorm):
         fixed = fixed + rows @ norm.shift.float()
-    most = (most + fixed.abs()) / torch.finfo(E4M3).max
-    divisor = torch.ldexp(torch.ones_like(most), most.clamp(min=2.0**-60).log2().ceil())
+    divisor = _power_of_two(most + fixed.abs())
     scale /= divisor
     if bias is not None:
         bias /= divisor.to(bias.dtype)
     return divisor
+
+
+def scale_products(gate_up: Linear, norm: RMSNorm, in_turn: bool) -> Tensor | None:
+    """Divide up's rows of `gate_up` [2 I, C]. `norm` gives the input.
+
+    Args:
+        in_turn: eight rows of the gate and eight rows of up alternate. Otherwise all rows of the gate come first.
+    Returns: the divisors, [I] fp32. None if `gate_up` is not in e4m3: then nothing changes.
+    """
+    weight = gate_up.weight
+    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:
+        return None
+    width = weight.values.shape[1]
+    eights = (-1, 2, 8) if in_turn else (2, -1, 8)
+    each = 1 if in_turn else 0  # the dimension of gate and up
+    values, scale = weight.values.view(*eights, width), weight.scale.view(*eights)
+    step = max(1, _STEP_VALUES // (16 * width))
+    divisors = []
+    for rows, its in zip(torch.split(values, step, 1 - each), torch.split(scale, step, 1 - each), strict=True):
+        gate, up = (rows.float() * its[..., None] * norm.weight.float()).unbind(each)  # [steps, 8, C]
+        most = (gate.norm(dim=-1) * up.norm(dim=-1) + (gate * up).sum(-1).abs()) * (width / 2)
+        divisors.append(_power_of_two(most))
+        its.select(each, 1).div_(divisors[-1])
+    return torch.cat(divisors).flatten()
+
+
+def _power_of_two(most: Tensor) -> Tensor:
+    """The divisors that bring values of at most `most` into e4m3's range."""
+    exponent = (most / torch.finfo(E4M3).max).clamp(min=2.0**-60).log2().ceil()
+    return torch.ldexp(torch.ones_like(most), exponent)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from engine import kernels
-from engine.kernels import MaybeQuantized, Packed, Quantized
+from engine.kernels import MaybeQuantized, Packed, Quantized, reference
 from engine.kernels.launch import runs_on
+from engine.model.layers.e4m3_values import scale_products
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.quantized.layout import Codes
@@ -28,26 +30,30 @@ class SwiGLU:
     """silu(x G^T) * (x U^T) of a normalised residual stream.
 
     For our kernels the rows of G and U alternate, eight of each. So a product has both values of a column in one place, and does
-    not write them to memory.
+    not write them to memory. With a matrix in e4m3 the results are in e4m3 too: `scale` [I] divides them, so that they fit.
     """
 
-    def __init__(self, checkpoint: WeightSource, gate_up: Tensor | Codes) -> None:
-        """`gate_up`: [2 I, K], all rows of G and then all of U; 8 divides I."""
+    def __init__(self, checkpoint: WeightSource, gate_up: Tensor | Codes, norm: RMSNorm) -> None:
+        """`gate_up`: [2 I, K], all rows of G and then all of U; 8 divides I. `norm`: the norm before it."""
         if isinstance(gate_up, Codes):
             self.in_turn = True
             gate_up = gate_up.with_rows(kernels.interleaved)
         else:
             self.in_turn = runs_on(gate_up)
             gate_up = kernels.interleaved(gate_up) if self.in_turn else gate_up
-        self.gate_up = Linear.of(checkpoint.to_layer_dtype(gate_up), decodes=checkpoint.decodes)
+        self.gate_up, self.norm = Linear.of(checkpoint.to_layer_dtype(gate_up), decodes=checkpoint.decodes), norm
+        self.scale = scale_products(self.gate_up, norm, self.in_turn)
 
-    def __call__(self, x: Residual, norm: RMSNorm) -> MaybeQuantized:
+    def __call__(self, x: Residual) -> MaybeQuantized:
         """[T, K] -> [T, I]. `x.value` holds the whole sum afterwards."""
+        norm, weight = self.norm, self.gate_up.weight
         if not self.in_turn:
-            return kernels.swiglu(self.gate_up.normed(x, norm))
-        weight = self.gate_up.weight
+            results = kernels.swiglu(self.gate_up.normed(x, norm))
+            if self.scale is None:
+                return results
+            return Quantized(reference.to_e4m3(results), results.new_ones(len(results), dtype=torch.float32))
         if isinstance(weight, Quantized):
-            return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending)
+            return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending, fits=self.scale is not None)
         assert x.pending is None, "a product in 16 bits leaves nothing pending"
         if isinstance(weight, Packed):
             return kernels.linear_packed_swiglu(x.value, weight, norm.weight, norm.eps)
