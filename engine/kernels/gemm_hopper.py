@@ -104,6 +104,7 @@ def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int) ->
     return {
         "OPERANDS": operands,
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "E4M3": int(followed_by == "swiglu in e4m3"),
         "BLOCK_N": block_n,
         "STAGES": _stages(block_n),
         "HALF": int(operands == 1),

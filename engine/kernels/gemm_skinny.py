@@ -193,6 +193,7 @@ def skinny_defines(operands: int, k: int, shape: SkinnyShape, followed_by: Follo
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
+        "E4M3": int(followed_by == "swiglu in e4m3"),
         "HALF": 0,
         **(shape.values.defines if isinstance(shape.values, Form) else {}),
     }

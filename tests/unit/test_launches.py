@@ -6,6 +6,7 @@ A stand-in for the compiled kernel checks the arguments that each launcher and e
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
         gemm_skinny(x.to(kind), w.to(kind), replace(skinny, values=1), "nothing", **scales)  # type: ignore[arg-type]
+    for product in (gemm_hopper, partial(gemm_skinny, shape=replace(skinny, values=1))):
+        product(
+            x.to(E4M3), w.to(E4M3), followed_by="swiglu in e4m3", row_scale=scale, column_scale=torch.ones(4096), y_scale=scale
+        )
     codes = torch.zeros(64, 1024, dtype=torch.uint8)
     four = pack(codes, Form(128, beside="zeros"), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
     packed_rows(x, four, PackedShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))

@@ -197,7 +197,7 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     __cluster_dims__(CLUSTER, 1, 1)
-gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u16* __restrict__ y,
+gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, Out* __restrict__ y,
      const float* __restrict__ row_scale, const float* __restrict__ column_scale, float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_,
      i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char shared[];
@@ -280,7 +280,7 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, u
             if (FOLLOWED_BY == 3)
                 write_e4m3(sums, reinterpret_cast<unsigned char*>(y), row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
             else
-                write(sums, y, row_scale, column_scale, row, at.y, m, n, y_stride);
+                write(sums, reinterpret_cast<u16*>(y), row_scale, column_scale, row, at.y, m, n, y_stride);
         }
     }
     cluster_sync();  // no block exits while the other may still write to its shared memory

@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
 #if SPLIT > 1
     __cluster_dims__(SPLIT, 1, 1)
 #endif
-gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, u16* __restrict__ y,
+gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, Out* __restrict__ y,
             const float* __restrict__ row_scale, const float* __restrict__ column_scale, float* __restrict__ y_scale, i64 m_, i64 n_,
             i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring_bytes[];
@@ -287,10 +287,8 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
                 auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };
                 const int at = column / 8 * 16 + column % 8;
                 if (FOLLOWED_BY == 3) {
-                    const int y_row = first_of_x + begin + row, y_column = first_column + column;
-                    *reinterpret_cast<u16*>(reinterpret_cast<unsigned char*>(y) + y_row * y_stride + y_column) =
-                        static_cast<u16>(pack_e4m3(gated(at), gated(at + 1)));
-                    if (y_column == 0) y_scale[y_row] = 1.f;
+                    *reinterpret_cast<u16*>(place(j)) = static_cast<u16>(pack_e4m3(gated(at), gated(at + 1)));
+                    if (first_column + column == 0) y_scale[first_of_x + begin + row] = 1.f;
                 } else {
                     *place(j) = pack(gated(at), gated(at + 1));
                 }

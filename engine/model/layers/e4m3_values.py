@@ -1,8 +1,8 @@
 """Scales matrices so that the results of attention and of SwiGLU fit into e4m3, without a look at the results.
 
 A norm gives vectors of length sqrt(C) at most, before its own weight. So the weights bound what a product can give. Each column
-of V, or of up, is divided by a power of two that brings this bound into e4m3's range. The columns of the next matrix are multiplied
-by the same power. e4m3 keeps all its bits over a factor of 28,000.
+of V, or of up, is divided by a power of two that brings this bound into e4m3's range. The columns of the next matrix are
+multiplied by the same power. e4m3 keeps all its bits over a factor of 28,000.
 
 * Attention gives averages of V's rows, so no result is larger than V's largest value. A typical value is a factor of sqrt(C)
   below the bound.
