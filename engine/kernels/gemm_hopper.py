@@ -8,13 +8,14 @@ from torch import Tensor
 
 from engine.kernels.attention_hopper import FEATURES
 from engine.kernels.launch import Kernel, is_hopper, num_sms
-from engine.kernels.tensor_map import WIDTH, tensor_map
+from engine.kernels.tensor_map import WIDTH, map_of_sums, tensor_map
 
 FollowedBy = Literal["nothing", "residual", "swiglu", "swiglu in e4m3"]
 FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, "swiglu in e4m3": 3}
 OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
 _SHARED_BYTES = 227 << 10  # the most of a block
+_SLICE_ROWS, _SLICES_BYTES = 64, 32 << 10  # rows of a slice, and the bytes of all slices
 _THREADS = 384
 
 # The columns of a tile, and the nanoseconds of one step of K on all multiprocessors. A tile also takes _TILE_NS for its results.
@@ -44,9 +45,9 @@ def gemm_hopper(
 
     Args:
         x: [M, K]; weight: [N, K], of the same dtype: bf16, fp16, e4m3 or int8. Rows begin at multiples of 16 bytes. 8 divides N.
-        followed_by: "residual" adds the result to `residual` [M, N] in place. "swiglu" takes a weight in which eight rows of gate
-            alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2]. "swiglu in e4m3" is the same for operands in
-            e4m3 whose results fit into e4m3; 32 divides N.
+        followed_by: "residual" adds the result to `residual` [M, N] in place; in 8 bits it is rounded to bf16 before. "swiglu"
+            takes a weight in which eight rows of gate alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
+            "swiglu in e4m3" is the same for operands in e4m3 whose results fit into e4m3; 32 divides N.
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
         block_n: the columns of a tile, from `block_n_of`.
         y_scale: [M] fp32, becomes 1. "swiglu in e4m3" needs it.
@@ -57,7 +58,8 @@ def gemm_hopper(
     kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, x.device)
     grid = _CLUSTER * min(_tiles(m, n, block_n), num_sms(x.device) // _CLUSTER)
     x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (block_n // _CLUSTER,))
-    kernel(grid, x_map, w_map, y, row_scale, column_scale, y_scale, m, n, k, y.stride(0))
+    results = map_of_sums(y, (_SLICE_ROWS,)) if _goes_through_shared(OPERANDS[x.dtype], followed_by) else y
+    kernel(grid, x_map, w_map, results, row_scale, column_scale, y_scale, m, n, k, y.stride(0))
     return y
 
 
@@ -111,8 +113,13 @@ def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int) ->
     }
 
 
-def gemm_hopper_shared_bytes(block_n: int) -> int:
-    return _stages(block_n) * _stage_bytes(block_n) + 256
+def gemm_hopper_shared_bytes(operands: int, followed_by: FollowedBy, block_n: int) -> int:
+    slices = _SLICES_BYTES if _goes_through_shared(operands, followed_by) else 0
+    return _stages(block_n) * _stage_bytes(block_n) + slices + 256
+
+
+def _goes_through_shared(operands: int, followed_by: FollowedBy) -> bool:
+    return operands >= 2 and not followed_by.startswith("swiglu")
 
 
 def _stages(block_n: int) -> int:
@@ -131,4 +138,6 @@ def _tiles(m: int, n: int, block_n: int) -> int:
 @cache
 def _kernel(operands: int, followed_by: FollowedBy, block_n: int, device: torch.device) -> Kernel:
     defines = gemm_hopper_defines(operands, followed_by, block_n)
-    return Kernel("gemm_hopper", "gemm", defines, device, _THREADS, gemm_hopper_shared_bytes(block_n), FEATURES)
+    return Kernel(
+        "gemm_hopper", "gemm", defines, device, _THREADS, gemm_hopper_shared_bytes(operands, followed_by, block_n), FEATURES
+    )

@@ -277,7 +277,7 @@ def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool 
 
 def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int) -> Variant:
     label = f"followed by {followed_by}, tiles of {block_n} columns"
-    shared = gemm_hopper_shared_bytes(block_n)
+    shared = gemm_hopper_shared_bytes(operands, followed_by, block_n)
     return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by, block_n), shared, FEATURES)
 
 

@@ -3,8 +3,9 @@
 from functools import lru_cache
 
 from cuda.core import TensorMapDescriptor, TensorMapDescriptorOptions
+from cuda.core._tensor_map import TensorMapDataType  # the only other way to name bf16 is the package ml_dtypes
 from cuda.core.utils import StridedMemoryView
-from torch import Tensor
+from torch import Tensor, bfloat16
 
 WIDTH = 128  # bytes of a row that TMA fetches at a time: the span of the swizzle
 _SWIZZLE, _PROMOTION = type(TensorMapDescriptorOptions.swizzle), type(TensorMapDescriptorOptions.l2_promotion)
@@ -19,23 +20,36 @@ def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
     return _map(x, (*rows, WIDTH // x.element_size()), True)
 
 
+def map_of_sums(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
+    """The same as `tensor_map` for a tensor in bf16 to which TMA may add."""
+    assert x.dtype == bfloat16, "TMA adds in the map's own dtype"
+    return _map(x, (*rows, WIDTH // 2), True, TensorMapDataType.BFLOAT16)
+
+
 def plain_map(x: Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
     """The same as `tensor_map`, with boxes of any size up to 256 in each dimension. They are not swizzled."""
     return _map(x, box, False)
 
 
-def _map(x: Tensor, box: tuple[int, ...], swizzled: bool) -> TensorMapDescriptor:
+def _map(x: Tensor, box: tuple[int, ...], swizzled: bool, dtype: TensorMapDataType | None = None) -> TensorMapDescriptor:
     size = x.element_size()
-    return _map_of(x.data_ptr(), tuple(x.shape), tuple(size * each for each in x.stride()), size, box, swizzled)
+    return _map_of(x.data_ptr(), tuple(x.shape), tuple(size * each for each in x.stride()), size, box, swizzled, dtype)
 
 
 @lru_cache(maxsize=4096)
 def _map_of(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, box: tuple[int, ...], swizzled: bool
+    address: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    size: int,
+    box: tuple[int, ...],
+    swizzled: bool,
+    dtype: TensorMapDataType | None,
 ) -> TensorMapDescriptor:
     """Cached, since a model uses the same buffers again and again. A map holds an address and keeps no tensor alive."""
     view = StridedMemoryView.from_cuda_array_interface(_Memory(address, shape, strides, size), stream_ptr=-1)
-    return view.as_tensor_map(box, swizzle=_SWIZZLE.SWIZZLE_128B if swizzled else _SWIZZLE.NONE, l2_promotion=_PROMOTION.L2_128B)
+    swizzle = _SWIZZLE.SWIZZLE_128B if swizzled else _SWIZZLE.NONE
+    return view.as_tensor_map(box, data_type=dtype, swizzle=swizzle, l2_promotion=_PROMOTION.L2_128B)
 
 
 class _Memory:

@@ -15,6 +15,10 @@
 // The tiles are computed in bands of GROUP_M clusters, column by column. So the tiles in work at one time form about a square of
 // the result, and their operands stay in L2.
 //
+// In 8 bits the products take half the time, and stores of 16-bit results from registers took a fifth of the kernel's time. So these
+// results go through shared memory, in slices of 64 columns. TMA stores them, or adds them to y, while the next slice or the next
+// tile is computed.
+//
 // A tile's time is nearly in proportion to its columns. So the launcher chooses the columns with which the last wave of tiles is
 // full (docs/decisions/069).
 //
@@ -27,6 +31,14 @@ constexpr int K_BYTES = 128;  // of each row, in one step
 constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
 constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
 constexpr int ACCUMULATORS = BLOCK_N / 2;
+#define THROUGH_SHARED (OPERANDS >= 2 && FOLLOWED_BY < 2)
+constexpr int SLICE = 64, SLICES = 2;  // columns of a slice, and slices of a warpgroup that are in shared memory at one time
+constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
+#if THROUGH_SHARED
+typedef TensorMap Results;  // of y, 64 rows and 128 bytes a box
+#else
+typedef Out* Results;
+#endif
 
 struct Control {
     u64 full[STAGES], empty[STAGES];
@@ -195,15 +207,68 @@ __device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict
     }
 }
 
+#if THROUGH_SHARED
+__device__ __forceinline__ void store_matrices(u32 shared, u32 a, u32 b, u32 c, u32 d) {  // four of 8 x 8
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+// Stores a box, or adds it to y: then the result is rounded a second time.
+__device__ __forceinline__ void store_box(const TensorMap& y, u32 shared, int column, int row) {
+#if FOLLOWED_BY == 1
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2}], [%3];"
+#else
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];"
+#endif
+                 ::"l"(&y), "r"(column), "r"(row), "r"(shared)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Writes the results of a warpgroup, 64 rows from `row` on, through its SLICES slices of shared memory.
+__device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const TensorMap& y, u32 slices, const float* __restrict__ row_scale,
+                                             const float* __restrict__ column_scale, int row, int column, int m, int n) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    const int mine = row + thread / 32 * 16 + lane / 4;  // and eight rows later
+    const float scales[2] = {row_scale[min(mine, m - 1)], row_scale[min(mine + 8, m - 1)]};
+    const int its = thread / 32 * 16 + lane % 16;  // the row whose place this lane gives to store_matrices
+#pragma unroll
+    for (int slice = 0; slice < BLOCK_N / SLICE; ++slice) {
+        const u32 shared = slices + slice % SLICES * SLICE_BYTES;
+        if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(SLICES - 1) : "memory");
+        named_sync(group, 128);  // the slice before has left its place
+#pragma unroll
+        for (int i = 0; i < SLICE / 8; i += 2) {
+            u32 words[2][2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int eight = slice * SLICE / 8 + i + j;
+                const float2 columns = reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 8))[lane % 4];
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    words[j][h] = pack(static_cast<float>(sums[4 * eight + 2 * h]) * scales[h] * columns.x,
+                                       static_cast<float>(sums[4 * eight + 2 * h + 1]) * scales[h] * columns.y);
+            }
+            const u32 place = its * 128 + ((i + lane / 16) ^ its % 8) * 16;
+            store_matrices(shared + place, words[0][0], words[0][1], words[1][0], words[1][1]);
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        named_sync(group, 128);
+        if (thread == 0 && row < m && column + slice * SLICE < n) store_box(y, shared, column + slice * SLICE, row);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(384, 1)
     __cluster_dims__(CLUSTER, 1, 1)
-gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, Out* __restrict__ y,
+gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ Results y,
      const float* __restrict__ row_scale, const float* __restrict__ column_scale, float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_,
      i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int m = static_cast<int>(m_), n = static_cast<int>(n_), steps = (static_cast<int>(k_) + STEP_K - 1) / STEP_K;
     const u32 x_tiles = address(shared), w_tiles = x_tiles + STAGES * X_BYTES;
-    Control& control = *reinterpret_cast<Control*>(shared + STAGES * (X_BYTES + W_BYTES));
+    constexpr u32 RING_BYTES = STAGES * (X_BYTES + W_BYTES);
+    Control& control = *reinterpret_cast<Control*>(shared + RING_BYTES + (THROUGH_SHARED ? 2 * SLICES * SLICE_BYTES : 0));
     const int rank = cluster_rank();
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
@@ -225,13 +290,14 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, O
             for (int index = first; index < num_tiles; index += stride) {
                 const int2 at = tiles.at(index);
                 const int row = at.x + rank * BLOCK_M;
-                if (FOLLOWED_BY == 1) {  // prefetch this tile of y into L2 while the product runs
-                    constexpr int LINES = (BLOCK_N + 63) / 64;  // of 128 bytes, in a row of the tile
-                    for (int i = threadIdx.x; i < BLOCK_M * LINES; i += 32) {
-                        const int r = row + i / LINES, column = at.y + i % LINES * 64;
-                        if (r < m && column < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(y + r * y_stride + column));
-                    }
+#if FOLLOWED_BY == 1 && !THROUGH_SHARED
+                // Prefetch this tile of y into L2 while the product runs.
+                constexpr int LINES = (BLOCK_N + 63) / 64;  // of 128 bytes, in a row of the tile
+                for (int i = threadIdx.x; i < BLOCK_M * LINES; i += 32) {
+                    const int r = row + i / LINES, column = at.y + i % LINES * 64;
+                    if (r < m && column < n) asm volatile("prefetch.global.L2 [%0];" ::"l"(y + r * y_stride + column));
                 }
+#endif
                 for (int step = 0; step < steps; ++step) {
                     u64& full = control.full[ring.stage];
                     wait(control.empty[ring.stage], ring.parity);
@@ -276,12 +342,17 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, O
             products_wait<0>();
             pin(sums);
             release(before);
-            const int row = at.x + rank * BLOCK_M + group * 64 + thread / 32 * 16 + thread % 32 / 4;
-            if (FOLLOWED_BY == 3)
-                write_e4m3(sums, reinterpret_cast<unsigned char*>(y), row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
-            else
-                write(sums, reinterpret_cast<u16*>(y), row_scale, column_scale, row, at.y, m, n, y_stride);
+            const int first_row = at.x + rank * BLOCK_M + group * 64, row = first_row + thread / 32 * 16 + thread % 32 / 4;
+#if THROUGH_SHARED
+            const u32 slices = x_tiles + RING_BYTES + group * SLICES * SLICE_BYTES;
+            write_slices(sums, y, slices, row_scale, column_scale, first_row, at.y, m, n);
+#elif FOLLOWED_BY == 3
+            write_e4m3(sums, y, row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
+#else
+            write(sums, y, row_scale, column_scale, row, at.y, m, n, y_stride);
+#endif
         }
+        if (THROUGH_SHARED && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
     cluster_sync();  // no block exits while the other may still write to its shared memory
 }
