@@ -1,7 +1,8 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
-On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`. More rows of int8, and more rows of e4m3 before SwiGLU,
-go through `gemm_hopper`. Both fuse the next operation. cuBLAS computes all other products. docs/decisions/023, 067 and 071.
+On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`. More rows of int8 go through `gemm_hopper`, and so do
+more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products. docs/decisions/023,
+067 and 071.
 
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.gemm_hopper import FollowedBy, gemm_hopper
-from engine.kernels.gemm_skinny import MOST_ROWS, gemm_skinny, skinny_shape_of
+from engine.kernels.gemm_hopper import FollowedBy, fills_waves, gemm_hopper
+from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 
@@ -77,7 +78,9 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
     """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
     if (skinny := skinny_shape_of(x.values, weight.values)) is not None:
         return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, x.scale, weight.scale)
-    if x.values.dtype == torch.int8 and len(x) > MOST_ROWS[torch.int8] and is_hopper(x.values.device):
+    if not is_hopper(x.values.device):
+        return None
+    if x.values.dtype == torch.int8 or (followed_by == "residual" and fills_waves(x.values, weight.values)):
         return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)
     return None
 

@@ -167,6 +167,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from (_gemm_hopper(0, followed_by, block_n) for block_n in BLOCKS_N)
             yield _gemm_hopper(3, followed_by, WIDEST)
         yield _gemm_hopper(1, "swiglu", WIDEST)
+        yield _gemm_hopper(2, "residual", WIDEST)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
             yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))

@@ -123,14 +123,14 @@ def _dtype(kind: str, defines: Mapping[str, int]) -> torch.dtype:
 
 
 def _parsed(declaration: str, defines: Mapping[str, int]) -> tuple[str, bool, str]:
-    """ "const int* __restrict__ ids" -> ("int", True, "ids"). `Weights` and `Results` may be tensor maps (the csrc/gemm files)."""
+    """ "const int* __restrict__ ids" -> ("int", True, "ids"). `Weights` and `Results` may be tensor maps (csrc/gemm_*.cu)."""
     found = _PARAMETER.match(" ".join(_QUALIFIERS.sub("", declaration).split()))
     assert found, f"a parameter is declared in a new form: {declaration}"
     kind, pointer, name = found.groups()
     if kind == "Weights":
         kind, pointer = ("int", "*") if defines["OPERANDS"] == 4 else ("TensorMap", "")
     if kind == "Results":
-        kind, pointer = ("TensorMap", "") if defines["OPERANDS"] >= 2 and defines["FOLLOWED_BY"] < 2 else ("Out", "*")
+        kind, pointer = ("TensorMap", "") if defines["OPERANDS"] >= 2 and defines["FOLLOWED_BY"] < 3 else ("Out", "*")
     return kind, bool(pointer), name.removesuffix("_")
 
 

@@ -31,7 +31,7 @@ constexpr int K_BYTES = 128;  // of each row, in one step
 constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
 constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
 constexpr int ACCUMULATORS = BLOCK_N / 2;
-#define THROUGH_SHARED (OPERANDS >= 2 && FOLLOWED_BY < 2)
+#define THROUGH_SHARED (OPERANDS >= 2 && FOLLOWED_BY < 3)
 constexpr int SLICE = 64, SLICES = 2;  // columns of a slice, and slices of a warpgroup that are in shared memory at one time
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
 #if THROUGH_SHARED
@@ -152,57 +152,45 @@ __device__ __forceinline__ void write_e4m3(Sum (&sums)[ACCUMULATORS], unsigned c
 }
 
 // Writes the results of this thread to y. It holds two rows, eight rows apart, and two neighbouring columns of each eight.
-__device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict__ y, const float* __restrict__ row_scale,
-                                      const float* __restrict__ column_scale, int row, int column, int m, int n, i64 y_stride) {
+__device__ __forceinline__ void write(Sum (&sums)[ACCUMULATORS], u16* __restrict__ y, int row, int column, int m, int n, i64 y_stride) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const int r = row + h * 8;
-        const float scale = OPERANDS >= 2 ? row_scale[min(r, m - 1)] : 1.f;
-        auto pair = [&](int i) {  // column 8 i + lane % 4 * 2 and the column after it
-            float2 x = {static_cast<float>(sums[4 * i + 2 * h]), static_cast<float>(sums[4 * i + 2 * h + 1])};
-            if (OPERANDS >= 2) {
-                const float2 columns = reinterpret_cast<const float2*>(column_scale + min(column + 8 * i, n - 8))[lane % 4];
-                x = {x.x * scale * columns.x, x.y * scale * columns.y};
-            }
-            return x;
-        };
+        // Column 8 i + lane % 4 * 2 and the column after it.
+        auto pair = [&](int i) { return float2{static_cast<float>(sums[4 * i + 2 * h]), static_cast<float>(sums[4 * i + 2 * h + 1])}; };
         u16* to = y + r * y_stride + (FOLLOWED_BY == 2 ? column / 2 : column);
         constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 16 : BLOCK_N / 8;  // chunks of eight results
         auto is_there = [&](int chunk) {
             return r < m && chunk < WIDE && (FOLLOWED_BY == 2 ? column / 2 + 8 * chunk < n / 2 : column + 8 * chunk < n);
         };
-        constexpr int AHEAD = OPERANDS >= 2 ? 8 : WIDE;  // chunks of y to load at a time, for FOLLOWED_BY 1
+        Vec8 before[FOLLOWED_BY == 1 ? (WIDE + 3) / 4 : 1] = {};
+        if (FOLLOWED_BY == 1) {
 #pragma unroll
-        for (int first = 0; first < WIDE; first += AHEAD) {
-            Vec8 before[FOLLOWED_BY == 1 ? AHEAD / 4 : 1] = {};
+            for (int c = 0; c < WIDE; c += 4)
+                if (is_there(c + lane % 4)) load_at_once(before[c / 4], to + (c + lane % 4) * 8);
+        }
+#pragma unroll
+        for (int c = 0; c < WIDE; c += 4) {
+            Vec8 out;
             if (FOLLOWED_BY == 1) {
-#pragma unroll
-                for (int c = 0; c < AHEAD; c += 4)
-                    if (is_there(first + c + lane % 4)) load_at_once(before[c / 4], to + (first + c + lane % 4) * 8);
-            }
-#pragma unroll
-            for (int c = first; c < first + AHEAD; c += 4) {
-                Vec8 out;
-                if (FOLLOWED_BY == 1) {
-                    out = before[(c - first) / 4];
-                    transpose(out.word, lane);
-                }
-#pragma unroll
-                for (int i = 0; i < 4 && c + i < WIDE; ++i) {
-                    const float2 x = pair(FOLLOWED_BY == 2 ? 2 * (c + i) : c + i);
-                    if (FOLLOWED_BY == 2) {
-                        const float2 up = pair(2 * (c + i) + 1);
-                        out.word[i] = pack(silu_fast(x.x) * up.x, silu_fast(x.y) * up.y);
-                    } else if (FOLLOWED_BY == 1) {
-                        out.word[i] = pack(low(out.word[i]) + x.x, high(out.word[i]) + x.y);
-                    } else {
-                        out.word[i] = pack(x.x, x.y);
-                    }
-                }
+                out = before[c / 4];
                 transpose(out.word, lane);
-                if (is_there(c + lane % 4)) store8(to, c + lane % 4, out);
             }
+#pragma unroll
+            for (int i = 0; i < 4 && c + i < WIDE; ++i) {
+                const float2 x = pair(FOLLOWED_BY == 2 ? 2 * (c + i) : c + i);
+                if (FOLLOWED_BY == 2) {
+                    const float2 up = pair(2 * (c + i) + 1);
+                    out.word[i] = pack(silu_fast(x.x) * up.x, silu_fast(x.y) * up.y);
+                } else if (FOLLOWED_BY == 1) {
+                    out.word[i] = pack(low(out.word[i]) + x.x, high(out.word[i]) + x.y);
+                } else {
+                    out.word[i] = pack(x.x, x.y);
+                }
+            }
+            transpose(out.word, lane);
+            if (is_there(c + lane % 4)) store8(to, c + lane % 4, out);
         }
     }
 }
@@ -228,33 +216,41 @@ __device__ __forceinline__ void store_box(const TensorMap& y, u32 shared, int co
 // Writes the results of a warpgroup, 64 rows from `row` on, through its SLICES slices of shared memory.
 __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const TensorMap& y, u32 slices, const float* __restrict__ row_scale,
                                              const float* __restrict__ column_scale, int row, int column, int m, int n) {
+    constexpr int GATED = FOLLOWED_BY == 2 ? 2 : 1;  // columns of W for a result
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const int mine = row + thread / 32 * 16 + lane / 4;  // and eight rows later
     const float scales[2] = {row_scale[min(mine, m - 1)], row_scale[min(mine + 8, m - 1)]};
+    auto columns = [&](int eight) { return reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 8))[lane % 4]; };
+    auto sum = [&](int eight, int h, int at, float scale) { return static_cast<float>(sums[4 * eight + 2 * h + at]) * scales[h] * scale; };
     const int its = thread / 32 * 16 + lane % 16;  // the row whose place this lane gives to store_matrices
 #pragma unroll
-    for (int slice = 0; slice < BLOCK_N / SLICE; ++slice) {
+    for (int slice = 0; slice < BLOCK_N / GATED / SLICE; ++slice) {
         const u32 shared = slices + slice % SLICES * SLICE_BYTES;
         if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(SLICES - 1) : "memory");
-        named_sync(group, 128);  // the slice before has left its place
+        named_sync(group, 128);  // the results before have left this place
 #pragma unroll
         for (int i = 0; i < SLICE / 8; i += 2) {
             u32 words[2][2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                const int eight = slice * SLICE / 8 + i + j;
-                const float2 columns = reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 8))[lane % 4];
+                const int eight = GATED * (slice * SLICE / 8 + i + j);
+                const float2 scale = columns(eight);
+                float2 up;
+                if (GATED == 2) up = columns(eight + 1);
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    words[j][h] = pack(static_cast<float>(sums[4 * eight + 2 * h]) * scales[h] * columns.x,
-                                       static_cast<float>(sums[4 * eight + 2 * h + 1]) * scales[h] * columns.y);
+                for (int h = 0; h < 2; ++h) {
+                    float2 x = {sum(eight, h, 0, scale.x), sum(eight, h, 1, scale.y)};
+                    if (GATED == 2) x = {silu_tanh(x.x) * sum(eight + 1, h, 0, up.x), silu_tanh(x.y) * sum(eight + 1, h, 1, up.y)};
+                    words[j][h] = pack(x.x, x.y);
+                }
             }
             const u32 place = its * 128 + ((i + lane / 16) ^ its % 8) * 16;
             store_matrices(shared + place, words[0][0], words[0][1], words[1][0], words[1][1]);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         named_sync(group, 128);
-        if (thread == 0 && row < m && column + slice * SLICE < n) store_box(y, shared, column + slice * SLICE, row);
+        const int to = column / GATED + slice * SLICE;
+        if (thread == 0 && row < m && to < n / GATED) store_box(y, shared, to, row);
     }
 }
 #endif
@@ -349,7 +345,7 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
 #elif FOLLOWED_BY == 3
             write_e4m3(sums, y, row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
 #else
-            write(sums, y, row_scale, column_scale, row, at.y, m, n, y_stride);
+            write(sums, y, row, at.y, m, n, y_stride);
 #endif
         }
         if (THROUGH_SHARED && thread == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
