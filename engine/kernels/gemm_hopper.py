@@ -132,7 +132,7 @@ def _stage_bytes(block_n: int) -> int:
 
 
 def fills_waves(x: Tensor, weight: Tensor) -> bool:
-    """Whether the last wave of tiles is nearly full. In e4m3 this kernel with the residual is faster than cuBLAS and the sum then."""
+    """Whether the last wave of tiles is nearly full. If so, it adds a residual in e4m3 faster than cuBLAS and the next norm."""
     tiles, clusters = _tiles(len(x), len(weight), WIDEST), num_sms(x.device) // _CLUSTER
     return tiles >= _FULL * clusters * -(-tiles // clusters)
 

@@ -1,8 +1,8 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
 On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`. More rows of int8 go through `gemm_hopper`, and so do
-more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products. docs/decisions/023,
-067 and 071.
+more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products.
+docs/decisions/023, 067 and 071.
 
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """

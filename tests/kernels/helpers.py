@@ -140,8 +140,9 @@ class InEightBits:
         return cls(x, row_scale, w, column_scale, residual, exact)
 
     def check(self, y: Tensor) -> None:
-        """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum. Results in bf16 are rounded once, and
-        twice with a residual. e4m3 rounds by a 16th at most.
+        """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum.
+
+        Results in bf16 are rounded once, with a residual twice. e4m3 rounds by a 16th at most.
         """
         is_exact = self.x.dtype == torch.int8 and self.residual is None
         allowed = 2**-8 * self.exact.abs().max() * (1 if is_exact else 2)

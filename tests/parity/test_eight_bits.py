@@ -68,6 +68,27 @@ def test_values_of_any_size_fit_attentions_results(
     assert lost_uneven < 1.3 * lost
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_up_of_any_size_fits_swiglus_results(
+    kind: str, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test multiplies up's rows by powers of two and divides down's columns by them. The model stays the same."""
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    plain, uneven = tiny(kind), tmp_path / "model"
+    shutil.copytree(plain, uneven)
+    tensors = load_file(plain / "model.safetensors")
+    for name in [each for each in tensors if each.endswith("up_proj.weight")]:
+        factor = torch.exp2(torch.randint(-14, 15, (len(tensors[name]),), generator=torch.Generator().manual_seed(0)).float())
+        tensors[name] *= factor[:, None]
+        tensors[name.replace("up_proj", "down_proj")] /= factor
+    save_file(tensors, uneven / "model.safetensors", metadata={"format": "pt"})
+    exact = Engine.load(plain, dtype="float32", device="cpu").embed(TEXTS)
+    even, found = (Engine.load(folder, dtype="float8", device="cpu").embed(TEXTS) for folder in (plain, uneven))
+    lost, lost_uneven = (1 - (exact * each).sum(axis=1).mean() for each in (even, found))
+    assert 0 < lost < 0.02
+    assert lost_uneven < 1.3 * lost
+
+
 def test_info_says_what_was_measured() -> None:
     rows: list[dict[str, Any]] = []
     for name in ("eight_bits", "four_bits_cpu"):

@@ -1,10 +1,11 @@
-"""Values scaled for e4m3: they are within its range for all tokens, and differ from the original only by a power of two."""
+"""Matrices scaled for e4m3: all results of attention and of SwiGLU are in its range. They differ by powers of two from before."""
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from engine.kernels import Quantized, quantize_weight
-from engine.model.layers.e4m3_values import E4M3, scale_values
+from engine.kernels import Quantized, interleaved, quantize_weight
+from engine.model.layers.e4m3_values import E4M3, scale_products, scale_values
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm, RMSNorm
 
@@ -73,3 +74,67 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     if kept is not None:
         assert isinstance(qkv.weight, Quantized)
         assert torch.equal(qkv.weight.scale, kept)
+
+
+def gate_and_up() -> torch.Tensor:
+    """[2 x 32, WIDTH], rows whose sizes differ by many powers of two. The gate's are large: then silu(x) is x for x > 0."""
+    torch.manual_seed(0)
+    size = torch.cat((torch.linspace(4, 10, VALUES), torch.linspace(20, -20, VALUES)))
+    return (torch.randn(2 * VALUES, WIDTH) * torch.exp2(size)[:, None]).bfloat16()
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_largest_result_of_swiglu_is_within_e4m3_and_near_its_end(in_turn: bool) -> None:
+    weight, its_norm = gate_and_up(), RMSNorm(1 + torch.randn(WIDTH) / 2, 1e-6)
+    gate_up = Linear.of(quantize_weight(interleaved(weight) if in_turn else weight, E4M3))
+    divisor = scale_products(gate_up, its_norm, in_turn)
+    assert divisor is not None
+    assert isinstance(gate_up.weight, Quantized)
+    rows = gate_up.weight.values.float() * gate_up.weight.scale[:, None]
+    pairs = rows.view(-1, 2, 8, WIDTH).transpose(0, 1) if in_turn else rows.view(2, -1, 8, WIDTH)
+    gate, up = pairs.reshape(2, VALUES, WIDTH)
+    # The token that makes |(x g) (x u)| largest lies between g and u, or between g and -u. A norm makes it of length sqrt(C).
+    g, u = F.normalize(gate * its_norm.weight), F.normalize(up * its_norm.weight)
+    tokens = g + u * torch.where((g * u).sum(1) < 0, -1.0, 1.0)[:, None]
+    normed = its_norm(tokens)
+    most = (F.silu((normed * gate).sum(1)) * (normed * up).sum(1)).abs()
+    assert (most <= 448).all()
+    assert (most > 448 / 2.2).all()
+    everyone = its_norm(torch.cat((tokens, -tokens, torch.randn(200, WIDTH))))
+    assert ((F.silu(everyone @ gate.T) * (everyone @ up.T)).abs() <= 448).all()
+
+
+def test_only_up_is_divided_and_the_order_of_the_rows_does_not_matter() -> None:
+    weight, its_norm = gate_and_up(), norm(shifted=False)
+    assert isinstance(its_norm, RMSNorm)
+    before, one_after_the_other, in_turn = (
+        Linear.of(quantize_weight(each, E4M3)) for each in (weight, weight, interleaved(weight))
+    )
+    divisor, same = scale_products(one_after_the_other, its_norm, False), scale_products(in_turn, its_norm, True)
+    assert divisor is not None
+    assert same is not None
+    assert torch.equal(divisor, same)
+    assert torch.equal(divisor.log2(), divisor.log2().round())
+    assert len(set(divisor.tolist())) > 5
+    for each in (before, one_after_the_other, in_turn):
+        assert isinstance(each.weight, Quantized)
+    whole = torch.cat((torch.ones(VALUES), divisor))
+    assert torch.equal(one_after_the_other.weight.scale * whole, before.weight.scale)
+    assert torch.equal(in_turn.weight.scale, interleaved(one_after_the_other.weight.scale[:, None]).flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_swiglu_in_other_dtypes_is_left_alone(dtype: torch.dtype) -> None:
+    gate_up = Linear.of(quantize_weight(gate_and_up(), dtype) if dtype == torch.int8 else gate_and_up())
+    its_norm = norm(shifted=False)
+    assert isinstance(its_norm, RMSNorm)
+    assert scale_products(gate_up, its_norm, False) is None
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    gate_up, its_norm = Linear.of(quantize_weight(torch.zeros(64, WIDTH).bfloat16(), E4M3)), norm(shifted=False)
+    assert isinstance(its_norm, RMSNorm)
+    divisor = scale_products(gate_up, its_norm, False)
+    assert divisor is not None
+    assert torch.isfinite(divisor).all()
+    assert (divisor > 0).all()
