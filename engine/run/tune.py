@@ -35,9 +35,10 @@ _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
-# A stream that begins to speculate and ends again costs 1.9 ms on an H200, and each further stream of a pass that verifies tokens
-# costs the host 0.1 ms (docs/decisions/049). So with a step of 0.6 ms 4 streams of 4 rows speculate, with 2.4 ms 16 streams.
-_BEGIN_TO_SPECULATE_S = 1.9e-3
+# A stream that begins to speculate in vain costs some milliseconds on an H200, and each further stream of a pass that verifies
+# tokens costs the host 0.1 ms (docs/decisions/049). So with a step of 0.6 ms a stream needs a trust of 12 instead of 3, and 4 streams
+# of 4 rows speculate. With 2.4 ms it needs 5, and 16 streams speculate.
+_TRUSTED_STEPS_S = 6e-3
 _LEAST_SPECULATION_ROWS, _SPECULATION_ROWS_PER_S = 4, 27_000
 
 
@@ -100,7 +101,7 @@ class _StreamTrials:
         step_s = min(flight.wait().device_s for flight in flights)
         rows = max(_LEAST_SPECULATION_ROWS, int(step_s * _SPECULATION_ROWS_PER_S))
         runner.speculation_rows = min(runner.speculation_rows, rows)
-        runner.trusted_from = min(MOST_TRUST, TRUSTED_FROM + int(_BEGIN_TO_SPECULATE_S / step_s))
+        runner.trusted_from = min(MOST_TRUST, TRUSTED_FROM + int(_TRUSTED_STEPS_S / step_s))
 
     def _find_graph_limit(self, budget: int) -> int:
         """The same as in `_Trials`: graphs pay if the launch of the kernels takes at least a third of the kernels' time."""
