@@ -37,7 +37,7 @@ from loadtests.checkpoints import Published, save
 from loadtests.generate import MODELS
 from loadtests.report import write
 
-ROUNDS = 9
+ROUNDS = 5
 SMOLLM2 = "SmolLM2"
 CODE = '''class Store:
     """Keeps values by key, and forgets the oldest ones beyond a limit."""

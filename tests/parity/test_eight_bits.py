@@ -16,6 +16,7 @@ from engine import Engine, ModelError, devices
 from engine.closeness import CLOSENESS
 from engine.hub import EMBEDDED_MODEL
 from engine.model.config import DtypeName
+from engine.model.layers import gated
 from loadtests.report import RESULTS
 from loadtests.traces import ragged_texts, short_texts
 
@@ -87,6 +88,19 @@ def test_up_of_any_size_fits_swiglus_results(
     lost, lost_uneven = (1 - (exact * each).sum(axis=1).mean() for each in (even, found))
     assert 0 < lost < 0.02
     assert lost_uneven < 1.3 * lost
+
+
+def test_rows_of_gate_and_up_in_turn_lose_as_little(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs have the rows in turn. On those before Hopper, SwiGLU's results get a scale for each row."""
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    folder = tiny("qwen3")
+    exact = Engine.load(folder, dtype="float32", device="cpu").embed(TEXTS)
+    apart = Engine.load(folder, dtype="float8", device="cpu").embed(TEXTS)
+    monkeypatch.setattr(gated, "runs_on", lambda weight: True)
+    in_turn = Engine.load(folder, dtype="float8", device="cpu").embed(TEXTS)
+    lost, lost_in_turn = (1 - (exact * each).sum(axis=1).mean() for each in (apart, in_turn))
+    assert not np.array_equal(apart, in_turn)
+    assert 0 < lost_in_turn < 1.3 * lost
 
 
 def test_info_says_what_was_measured() -> None:
