@@ -161,17 +161,30 @@ def of_transformers(folder: Path, device: str = "cuda") -> dict[int, float]:
     return rates
 
 
-def step_bytes(published: Published, count: int, context: int) -> float:
-    """The bytes that a pass of one token for each stream has to read: the layers' matrices, the head, all keys and values."""
+def matrix_bytes(published: Published) -> int:
+    """The bytes of the layers' matrices and of the head, which each pass reads. Each byte takes one FLOP for each row."""
     c = published.config
-    keys_and_values = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
-    return 2 * (published.body_parameters + c.vocab_size * c.hidden_size) + count * context * keys_and_values
+    return 2 * (published.body_parameters + c.vocab_size * c.hidden_size)
 
 
-def decode_rows(name: str, found: dict[str, Any], theirs: dict[int, float], bandwidth: float) -> list[dict[str, Any]]:
+def cache_bytes(published: Published) -> int:
+    """The bytes of a token's keys and values, which each later token of its stream reads."""
+    c = published.config
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
+
+
+def step_floor(published: Published, count: int, contexts: int, gemm: float, bandwidth: float) -> float:
+    """Seconds of a pass of one token for each of `count` streams, which have `contexts` tokens in all before them."""
+    products = matrix_bytes(published) * max(1 / bandwidth, count / gemm)
+    return products + contexts * cache_bytes(published) / bandwidth
+
+
+def decode_rows(
+    name: str, found: dict[str, Any], theirs: dict[int, float], gemm: float, bandwidth: float
+) -> list[dict[str, Any]]:
     rows = []
     for context, temperature, count, step_s, slow_s in found["decode"]:
-        floor_s = step_bytes(MODELS[name], count, context + BATCHES[count] // 2) / bandwidth
+        floor_s = step_floor(MODELS[name], count, count * (context + BATCHES[count] // 2), gemm, bandwidth)
         comparable = context == 128 and temperature == "0"
         cited = VLLM[name][str(count)] if comparable else VLLM[name]["4096"] if (context, temperature) == (4096, "0") else None
         rows.append(
@@ -194,13 +207,13 @@ def decode_rows(name: str, found: dict[str, Any], theirs: dict[int, float], band
 
 
 def run_floors(published: Published, gemm: float, bandwidth: float) -> tuple[float, float]:
-    """Seconds of a whole run's prompts by FLOPs, and of its steps by bytes: all streams begin at once."""
+    """Seconds of a whole run's prompts by FLOPs, and of its steps: all streams begin at once."""
     given, lengths = whole_run()
-    contexts = sum(length * len(prompt) + length * (length - 1) // 2 for prompt, length in zip(given, lengths, strict=True))
-    step_s = (
-        max(lengths) * step_bytes(published, 0, 0) + step_bytes(published, 1, contexts) - step_bytes(published, 0, 0)
-    ) / bandwidth
-    return published.flops([len(prompt) for prompt in given]) / gemm, step_s
+    steps_s = 0.0
+    for step in range(max(lengths)):
+        running = [len(prompt) + step for prompt, length in zip(given, lengths, strict=True) if length > step]
+        steps_s += step_floor(published, len(running), sum(running), gemm, bandwidth)
+    return published.flops([len(prompt) for prompt in given]) / gemm, steps_s
 
 
 def run_rows(name: str, found: dict[str, Any], gemm: float, bandwidth: float) -> list[dict[str, Any]]:
@@ -228,8 +241,7 @@ def run_rows(name: str, found: dict[str, Any], gemm: float, bandwidth: float) ->
 def prompt_row(name: str, found: dict[str, Any], gemm: float, bandwidth: float) -> dict[str, Any]:
     published, cited = MODELS[name], VLLM[name]
     floors = {
-        length: max(published.flops([length]) / gemm, step_bytes(published, 0, 0) / bandwidth)
-        for length in (FIRST_TOKEN, PREFILL)
+        length: max(published.flops([length]) / gemm, matrix_bytes(published) / bandwidth) for length in (FIRST_TOKEN, PREFILL)
     }
     return {
         "model": name,
@@ -260,9 +272,10 @@ def main(names: Sequence[str]) -> None:
         "decode: the median pass of those that gave a token to every stream, after a run of "
         f"{WARM_TOKENS} tokens each; {', '.join(f'{tokens} tokens for {count}' for count, tokens in BATCHES.items())} streams",
         "temperature 0.6: top-k 20, top-p 0.95, a seed for each stream",
-        f"floor of a step: layers' matrices, head, keys and values over {bandwidth / 1e12:.2f} TB/s, a copy's rate in this run",
+        f"floor of a step: the bytes of the layers' matrices and of the head over {bandwidth / 1e12:.2f} TB/s, a copy's rate in "
+        f"this run, or their FLOPs over {gemm / 1e12:,.0f} TFLOP/s, torch.mm in this run; then the bytes of all keys and values",
         "whole run: 256 prompts of 100 to 1,024 random tokens, answers of 100 to 1,024, all submitted at once; its floor: the "
-        "prompts' FLOPs, then the bytes of the steps, if all streams begin at once",
+        "prompts' FLOPs, then the floors of the steps, if all streams begin at once",
         f"floor of a prompt: FLOPs over {gemm / 1e12:,.0f} TFLOP/s, torch.mm in this run, or the weights' bytes",
         f"transformers: generate(), sdpa, static cache, not compiled, {PEER_TOKENS} tokens behind prompts of 128, in this run",
         "vLLM 0.26: on another H200 earlier, not in this run; decode behind 128 or 4,096 tokens, 256 tokens each",
@@ -276,7 +289,7 @@ def main(names: Sequence[str]) -> None:
             theirs = of_transformers(folder)
             torch.cuda.empty_cache()
             found = in_a_process(name, str(folder), kernel_cache=kernels)
-            tables["Decode"] += decode_rows(name, found, theirs, bandwidth)
+            tables["Decode"] += decode_rows(name, found, theirs, gemm, bandwidth)
             tables["Whole run"] += run_rows(name, found, gemm, bandwidth)
             tables["Prompts"].append(prompt_row(name, found, gemm, bandwidth))
             tables["Memory"].append(memory_row(name, found))
