@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 import time
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, cast
 
@@ -25,6 +26,8 @@ _LONGEST_WAIT_S = 10.0
 # New connections that the server takes in a round of the event loop, at most. libuv takes one from each socket that listens, so
 # with one socket the last of 500 new connections would wait for 500 rounds.
 _ACCEPTED_IN_A_ROUND = 16
+_MOST_WAITING = 16 << 10  # bytes of a connection's chunks that wait for the end of a turn of the event loop
+_MOST_TOGETHER = 32  # connections whose chunks wait; more would delay the first ones
 
 
 def answer_directly(app: ASGIApp) -> None:
@@ -105,7 +108,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._joining = _Joining(transport)
+        self._joining = _Joining(transport, _waiting(self.loop))
         self.transport = cast(asyncio.Transport, self._joining)
 
     def on_response_complete(self) -> None:
@@ -121,16 +124,21 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Joining:
-    """A transport that sends the head of an answer together with its body.
+    """A transport that makes few system calls. uvloop makes one for each write, and HAProxy wakes up for each.
 
-    uvloop makes a system call for each write, and HAProxy wakes up for each. The head of a chunked answer leaves at once, because
-    the first chunk may come later.
+    * The head of an answer leaves together with its body. The head of a chunked answer leaves at once, because the first chunk
+      may come later.
+    * Small chunks wait for the end of this turn of the event loop. One turn gives a token to each stream, so HAProxy wakes up
+      once for the tokens of many streams. Waking it up takes longer than a write.
     """
 
-    __slots__ = ("_head", "_transport")
+    __slots__ = ("_chunks", "_head", "_size", "_transport", "_waiting")
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport, self._head = transport, b""
+    def __init__(self, transport: asyncio.Transport, waiting: "_Waiting") -> None:
+        self._transport, self._waiting = transport, waiting
+        self._head = b""
+        self._chunks: list[bytes] = []
+        self._size = 0  # of the chunks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -138,16 +146,54 @@ class _Joining:
     def write(self, data: bytes) -> None:
         if self._head:
             data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/") and b"\r\ncontent-length: " in data:
-            self._head = data
+        elif data.startswith(b"HTTP/"):
+            self.flush()
+            if b"\r\ncontent-length: " in data:
+                self._head = data
+                return
+        elif self._size + len(data) <= _MOST_WAITING:
+            self._chunks.append(data)
+            self._size += len(data)
+            if len(self._chunks) == 1:
+                self._waiting.add(self)
             return
+        self.flush()
         self._transport.write(data)
 
     def flush(self) -> None:
-        """Sends a head without a body, as of an answer to HEAD."""
+        """Sends what waits. A head waits without a body if the answer has none, as one to HEAD."""
         if self._head:
             self.write(b"")
+        if self._chunks:
+            chunks, self._chunks, self._size = self._chunks, [], 0
+            if not self._transport.is_closing():
+                self._transport.write(chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
     def close(self) -> None:
         self.flush()
         self._transport.close()
+
+
+class _Waiting:
+    """The connections of an event loop with chunks that wait for the end of a turn."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._connections: list[_Joining] = []
+
+    def add(self, connection: _Joining) -> None:
+        if not self._connections:
+            self._loop.call_soon(self._flush)  # behind all that is ready now
+        self._connections.append(connection)
+        if len(self._connections) == _MOST_TOGETHER:
+            self._flush()
+
+    def _flush(self) -> None:
+        connections, self._connections = self._connections, []
+        for each in connections:
+            each.flush()
+
+
+@lru_cache(maxsize=1)
+def _waiting(loop: asyncio.AbstractEventLoop) -> _Waiting:
+    return _Waiting(loop)

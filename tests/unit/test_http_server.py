@@ -3,9 +3,10 @@
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from types import ModuleType, SimpleNamespace
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.local_ray import free_port
 from serve_app.http import server as module
-from serve_app.http.server import _Joining, answer_directly
+from serve_app.http.server import _MOST_TOGETHER, _MOST_WAITING, _Joining, _waiting, answer_directly
 
 
 class Replica:
@@ -142,20 +143,101 @@ def test_many_connections_are_accepted_in_one_round(serves: Any) -> None:
         runner.run(asyncio.wait_for(main(), 20))
 
 
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @wraps(test)
+    def run(**given: Any) -> None:
+        asyncio.run(test(**given))
+
+    return run
+
+
+class _Transport:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.written.append(b"closed")
+
+
+def joining(loop: asyncio.AbstractEventLoop) -> tuple[_Joining, _Transport]:
+    transport = _Transport()
+    return _Joining(transport, _waiting(loop)), transport  # type: ignore[arg-type]
+
+
+ONE_LENGTH, CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@on_a_loop
 @pytest.mark.parametrize(
     ("given", "sent"),
     [
-        ([b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n", b"body"], [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"]),
-        ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"4\r\nbody\r\n"], None),
+        ([ONE_LENGTH, b"body"], [ONE_LENGTH + b"body"]),
+        ([CHUNKED, b"4\r\nbody\r\n"], [CHUNKED]),
         ([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], None),
     ],
 )
-def test_the_head_of_an_answer_leaves_with_its_body(given: list[bytes], sent: list[bytes] | None) -> None:
-    written: list[bytes] = []
-    transport = _Joining(SimpleNamespace(write=written.append, close=lambda: written.append(b"closed")))  # type: ignore[arg-type]
+async def test_the_head_of_an_answer_leaves_with_its_body(given: list[bytes], sent: list[bytes] | None) -> None:
+    connection, transport = joining(asyncio.get_running_loop())
     for data in given:
-        transport.write(data)
-    assert written == (sent or given)
-    transport.write(given[0])
-    transport.close()
-    assert written[-2:] == [given[0], b"closed"]
+        connection.write(data)
+    assert transport.written == (sent or given)
+    connection.write(given[0])
+    connection.close()
+    assert transport.written[-2:] == [given[0], b"closed"]
+
+
+@on_a_loop
+async def test_the_chunks_of_a_turn_leave_at_its_end_in_order() -> None:
+    pairs = [joining(asyncio.get_running_loop()) for _ in range(3)]
+    for connection, _ in pairs:
+        connection.write(CHUNKED)
+        connection.write(b"1\r\na\r\n")
+        connection.write(b"1\r\nb\r\n")
+    assert all(transport.written == [CHUNKED] for _, transport in pairs)
+    await asyncio.sleep(0)
+    assert all(transport.written == [CHUNKED, b"1\r\na\r\n1\r\nb\r\n"] for _, transport in pairs)
+    pairs[0][0].write(b"0\r\n\r\n")
+    pairs[0][0].write(ONE_LENGTH)  # the head of the next answer of this connection
+    assert pairs[0][1].written[2:] == [b"0\r\n\r\n"]
+
+
+@on_a_loop
+async def test_chunks_of_many_connections_leave_before_the_end_of_the_turn() -> None:
+    """Each connection's chunk leaves, in this turn and in the next one."""
+    pairs = [joining(asyncio.get_running_loop()) for _ in range(_MOST_TOGETHER + 5)]
+    for turn in range(2):
+        for connection, _ in pairs:
+            connection.write(b"1\r\na\r\n")
+        assert sum(len(transport.written) > turn for _, transport in pairs) == _MOST_TOGETHER
+        await asyncio.sleep(0)
+        assert all(len(transport.written) == turn + 1 for _, transport in pairs)
+
+
+@on_a_loop
+async def test_large_chunks_do_not_wait() -> None:
+    connection, transport = joining(asyncio.get_running_loop())
+    connection.write(b"small")
+    connection.write(bytes(_MOST_WAITING))
+    assert transport.written == [b"small", bytes(_MOST_WAITING)]
+    connection.write(bytes(_MOST_WAITING))
+    assert len(transport.written) == 2
+    connection.write(b"next")
+    assert transport.written[2:] == [bytes(_MOST_WAITING), b"next"]
+
+
+@on_a_loop
+async def test_nothing_is_written_to_a_connection_that_is_gone() -> None:
+    connection, transport = joining(asyncio.get_running_loop())
+    connection.write(b"small")
+    transport.is_closed = True
+    await asyncio.sleep(0)
+    assert transport.written == []
