@@ -27,7 +27,6 @@ _LONGEST_WAIT_S = 10.0
 # with one socket the last of 500 new connections would wait for 500 rounds.
 _ACCEPTED_IN_A_ROUND = 16
 _MOST_WAITING = 16 << 10  # bytes of a connection's chunks that wait for the end of a turn of the event loop
-_MOST_TOGETHER = 32  # connections whose chunks wait; more would delay the first ones
 
 
 def answer_directly(app: ASGIApp) -> None:
@@ -129,7 +128,7 @@ class _Joining:
     * The head of an answer leaves together with its body. The head of a chunked answer leaves at once, because the first chunk
       may come later.
     * Small chunks wait for the end of this turn of the event loop. One turn gives a token to each stream, so HAProxy wakes up
-      once for the tokens of many streams. Waking it up takes longer than a write.
+      once for the tokens of all streams. Waking it up takes longer than a write.
     """
 
     __slots__ = ("_chunks", "_head", "_size", "_transport", "_waiting")
@@ -185,8 +184,6 @@ class _Waiting:
         if not self._connections:
             self._loop.call_soon(self._flush)  # behind all that is ready now
         self._connections.append(connection)
-        if len(self._connections) == _MOST_TOGETHER:
-            self._flush()
 
     def _flush(self) -> None:
         connections, self._connections = self._connections, []
