@@ -179,7 +179,7 @@ class _Layer:
         self.swiglu = SwiGLU(
             checkpoint, checkpoint.take_matrix(gate_up, [wide] * 2, c), norm(f"{name}post_attention_layernorm", c)
         )
-        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False, scale=self.swiglu.scale)
+        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False, scale=self.swiglu.scale_results())
 
     def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
         x = self._attended(x, batch, attention, pooled_only)

@@ -128,7 +128,7 @@ class _Joining:
     * The head of an answer leaves together with its body. The head of a chunked answer leaves at once, because the first chunk
       may come later.
     * Small chunks wait for the end of this turn of the event loop. One turn gives a token to each stream, so HAProxy wakes up
-      once for the tokens of all streams. Waking it up takes longer than a write.
+      once for the tokens of all streams.
     """
 
     __slots__ = ("_chunks", "_head", "_size", "_transport", "_waiting")

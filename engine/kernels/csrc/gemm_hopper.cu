@@ -103,8 +103,8 @@ __device__ __forceinline__ void load_at_once(Vec8& x, const u16* from) {
                  : "memory");
 }
 
-// silu(x), with an absolute error of |x| / 4096 at most. e4m3's rounding is larger for all but the smallest results. The special
-// function unit limits the kernel's results: silu_fast takes two of its operations, this takes one.
+// silu(x), with an absolute error of |x| / 4096 at most. The results are rounded to 8 bits, which changes all but the smallest ones
+// more. The special function unit limits the rate of results: silu_fast takes two of its operations, this takes one.
 __device__ __forceinline__ float silu_tanh(float x) {
     const float half = 0.5f * x;
     float tanh;

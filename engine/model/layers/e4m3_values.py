@@ -18,7 +18,7 @@ from engine.model.layers.linear import Linear, SideBySide
 from engine.model.layers.norm import LayerNorm, RMSNorm
 
 E4M3 = torch.float8_e4m3fn
-_STEP_VALUES = 1 << 24  # of a matrix that are in fp32 at a time
+_STEP_VALUES = 1 << 22  # of a matrix that are in fp32 at a time
 
 
 def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Tensor | None:

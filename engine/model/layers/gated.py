@@ -30,7 +30,7 @@ class SwiGLU:
     """silu(x G^T) * (x U^T) of a normalised residual stream.
 
     For our kernels the rows of G and U alternate, eight of each. So a product has both values of a column in one place, and does
-    not write them to memory. With a matrix in e4m3 the results are in e4m3 too: `scale` [I] divides them, so that they fit.
+    not write them to memory. With a matrix in e4m3 the results are in e4m3 too, after `scale_results`.
     """
 
     def __init__(self, checkpoint: WeightSource, gate_up: Tensor | Codes, norm: RMSNorm) -> None:
@@ -42,18 +42,27 @@ class SwiGLU:
             self.in_turn = runs_on(gate_up)
             gate_up = kernels.interleaved(gate_up) if self.in_turn else gate_up
         self.gate_up, self.norm = Linear.of(checkpoint.to_layer_dtype(gate_up), decodes=checkpoint.decodes), norm
-        self.scale = scale_products(self.gate_up, norm, self.in_turn)
+        self.fits = False  # into e4m3, without a scale
+
+    def scale_results(self) -> Tensor | None:
+        """Divide the results so that they fit into e4m3, once, at load.
+
+        Returns: the divisors, [I] fp32, by which the next matrix has to multiply its columns. None if the matrix is not in e4m3.
+        """
+        divisors = scale_products(self.gate_up, self.norm, self.in_turn)
+        self.fits = divisors is not None
+        return divisors
 
     def __call__(self, x: Residual) -> MaybeQuantized:
         """[T, K] -> [T, I]. `x.value` holds the whole sum afterwards."""
         norm, weight = self.norm, self.gate_up.weight
         if not self.in_turn:
             results = kernels.swiglu(self.gate_up.normed(x, norm))
-            if self.scale is None:
+            if not self.fits:
                 return results
             return Quantized(reference.to_e4m3(results), results.new_ones(len(results), dtype=torch.float32))
         if isinstance(weight, Quantized):
-            return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending, fits=self.scale is not None)
+            return kernels.linear8_swiglu(x.value, weight, norm.weight, norm.eps, x.pending, fits=self.fits)
         assert x.pending is None, "a product in 16 bits leaves nothing pending"
         if isinstance(weight, Packed):
             return kernels.linear_packed_swiglu(x.value, weight, norm.weight, norm.eps)
