@@ -11,7 +11,7 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, map_of_sums, tensor_map
 
 FollowedBy = Literal["nothing", "residual", "swiglu", "swiglu in e4m3"]
-FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, "swiglu in e4m3": 3}
+FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, "swiglu in e4m3": 2}
 OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
 _SHARED_BYTES = 227 << 10  # the most of a block
@@ -108,6 +108,7 @@ def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int) ->
         "OPERANDS": operands,
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "E4M3": int(followed_by == "swiglu in e4m3"),
+        "THROUGH_SHARED": int(_goes_through_shared(operands, followed_by)),
         "BLOCK_N": block_n,
         "STAGES": _stages(block_n),
         "HALF": int(operands == 1),

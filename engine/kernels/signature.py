@@ -130,7 +130,7 @@ def _parsed(declaration: str, defines: Mapping[str, int]) -> tuple[str, bool, st
     if kind == "Weights":
         kind, pointer = ("int", "*") if defines["OPERANDS"] == 4 else ("TensorMap", "")
     if kind == "Results":
-        kind, pointer = ("TensorMap", "") if defines["OPERANDS"] >= 2 and defines["FOLLOWED_BY"] < 3 else ("Out", "*")
+        kind, pointer = ("TensorMap", "") if defines["THROUGH_SHARED"] else ("Out", "*")
     return kind, bool(pointer), name.removesuffix("_")
 
 

@@ -35,9 +35,9 @@ _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
-# A stream that begins to speculate in vain costs some milliseconds on an H200, and each further stream of a pass that verifies
-# tokens costs the host 0.1 ms (docs/decisions/049). So with a step of 0.6 ms a stream needs a trust of 12 instead of 3, and 4
-# streams of 4 rows speculate. With 2.4 ms it needs 5, and 16 streams speculate.
+# On an H200 a stream that speculates in vain costs some milliseconds, and each further stream of a pass that verifies tokens
+# costs the host 0.1 ms (docs/decisions/049). So with a step of 0.6 ms a stream needs a trust of 12 instead of 3, and 4 streams of
+# 4 rows speculate. With a step of 2.4 ms a stream needs 5, and 16 streams speculate.
 _TRUSTED_STEPS_S = 6e-3
 _LEAST_SPECULATION_ROWS, _SPECULATION_ROWS_PER_S = 4, 27_000
 

@@ -4,8 +4,10 @@
 //   been divided by row_scale[i], row j of W by column_scale[j].
 //   BLOCK_N: columns of a tile: 128, 160, 192, 224 or 256. STAGES: steps in flight.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
-//   alternate with eight rows of up in W, so that one thread holds both values of a result.  3: the same in e4m3, and y_scale
-//   float [M] is 1 for each row.
+//   alternate with eight rows of up in W, so that one thread holds both values of a result.
+//   E4M3: with FOLLOWED_BY 2, y is in e4m3, and y_scale float [M] becomes 1 for each row.
+//   THROUGH_SHARED: results in 16 bits of operands in 8 bits go through shared memory, in slices of 64 columns. TMA stores them, or
+//   adds them to y, while the next slice or the next tile is computed.
 //
 // A block has three warpgroups and computes many tiles of BLOCK_M x BLOCK_N. One thread of the first warpgroup fetches, up to
 // STAGES steps of 128 bytes of K ahead. Each of the other two warpgroups computes 64 rows by wgmma from shared memory and writes
@@ -14,10 +16,6 @@
 // rows for both blocks.
 // The tiles are computed in bands of GROUP_M clusters, column by column. So the tiles in work at one time form about a square of
 // the result, and their operands stay in L2.
-//
-// In 8 bits the products take half the time, and stores of 16-bit results from registers took a fifth of the kernel's time. So these
-// results go through shared memory, in slices of 64 columns. TMA stores them, or adds them to y, while the next slice or the next
-// tile is computed.
 //
 // A tile's time is nearly in proportion to its columns. So the launcher chooses the columns with which the last wave of tiles is
 // full (docs/decisions/069).
@@ -31,7 +29,6 @@ constexpr int K_BYTES = 128;  // of each row, in one step
 constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
 constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
 constexpr int ACCUMULATORS = BLOCK_N / 2;
-#define THROUGH_SHARED (OPERANDS >= 2 && FOLLOWED_BY < 3)
 constexpr int SLICE = 64, SLICES = 2;  // columns of a slice, and slices of a warpgroup that are in shared memory at one time
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
 #if THROUGH_SHARED
@@ -112,12 +109,12 @@ __device__ __forceinline__ float silu_tanh(float x) {
     return fmaf(half, tanh, half);
 }
 
-// Writes the results of this thread to y in e4m3, for FOLLOWED_BY 3. It holds sums as in `write`.
+// Writes the results of this thread to y in e4m3. It holds sums as in `write`.
 __device__ __forceinline__ void write_e4m3(Sum (&sums)[ACCUMULATORS], unsigned char* __restrict__ y, const float* __restrict__ row_scale,
                                            const float* __restrict__ column_scale, float* __restrict__ y_scale, int row, int column,
                                            int m, int n, i64 y_stride) {
     constexpr int WIDE = BLOCK_N / 32;  // chunks of 16 results, each 16 bytes
-    static_assert(FOLLOWED_BY != 3 || WIDE % 4 == 0, "four neighbouring lanes exchange four chunks");
+    static_assert(!E4M3 || WIDE % 4 == 0, "four neighbouring lanes exchange four chunks");
     const int lane = threadIdx.x % 32;
     const float scales[2] = {row_scale[min(row, m - 1)], row_scale[min(row + 8, m - 1)]};
 #pragma unroll
@@ -342,7 +339,7 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
 #if THROUGH_SHARED
             const u32 slices = x_tiles + RING_BYTES + group * SLICES * SLICE_BYTES;
             write_slices(sums, y, slices, row_scale, column_scale, first_row, at.y, m, n);
-#elif FOLLOWED_BY == 3
+#elif E4M3
             write_e4m3(sums, y, row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
 #else
             write(sums, y, row, at.y, m, n, y_stride);

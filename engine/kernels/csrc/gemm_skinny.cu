@@ -3,7 +3,8 @@
 //   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
 //   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu. OPERANDS 4: W is in codes, and w are its records (csrc/codes.cuh).
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
-//   alternate with eight rows of up in W.  3: the same in e4m3, and y_scale float [M] is 1 for each row.
+//   alternate with eight rows of up in W.
+//   E4M3: as in gemm_hopper.cu.
 //
 // SPLIT blocks form a cluster and divide the K columns of BLOCK_N rows of W among themselves. A warp of each block fetches boxes of
 // W and of x by TMA into a ring of STAGES stages. W does not depend on the kernel before, so the block fetches W while that kernel
@@ -36,8 +37,7 @@ constexpr int CHUNKS = K / COLUMNS;
 constexpr int PITCH = BLOCK_N + 4;  // floats; the padding puts neighbouring rows into different banks
 constexpr int EACH = (ROWS + SPLIT - 1) / SPLIT;  // the most rows of x that a block finishes
 constexpr int SUMS = ROWS / 2;  // of a thread
-constexpr bool GATED = FOLLOWED_BY >= 2;
-constexpr int WIDE = GATED ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
+constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
 constexpr int MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;
 static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_N % BOXES == 0 && BOX_ROWS % 8 == 0, "whole boxes");
 static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums fit into the ring");
@@ -178,7 +178,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
         const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
 
         // A thread finishes MINE times two neighbouring columns of y.
-        const int width = GATED ? n / 2 : n, first_column = tile / row_tiles * WIDE;
+        const int width = FOLLOWED_BY == 2 ? n / 2 : n, first_column = tile / row_tiles * WIDE;
         auto row_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) / PAIRS; };
         auto column_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) % PAIRS * 2; };
         auto is_there = [&](int j) { return row_of(j) < count && first_column + column_of(j) < width; };
@@ -283,10 +283,10 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
                 for (int b = 0; b < SPLIT && SPLIT > 1; ++b) sum += shared.inbox[b][row][at];
                 return IN_8_BITS ? sum * shared.row_scale[begin + row] * shared.column_scale[at] : sum;
             };
-            if (GATED) {
+            if (FOLLOWED_BY == 2) {
                 auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };
                 const int at = column / 8 * 16 + column % 8;
-                if (FOLLOWED_BY == 3) {
+                if (E4M3) {
                     *reinterpret_cast<u16*>(place(j)) = static_cast<u16>(pack_e4m3(gated(at), gated(at + 1)));
                     if (first_column + column == 0) y_scale[first_of_x + begin + row] = 1.f;
                 } else {
