@@ -100,18 +100,21 @@ def classifier_server(prepared: Path) -> Iterator[Server]:
         yield server
 
 
-def _free_port() -> int:
-    """A free port below 30,000. The system gives no connection such a port, so it stays free until the server listens."""
+def _free_ports(count: int) -> list[int]:
+    """Different free ports below 30,000. The system gives no connection such a port, so they stay free until the server listens."""
+    found: list[int] = []
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
-            return port
-    raise OSError("a hundred ports are all in use")
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("a hundred ports are nearly all in use")
 
 
 @contextmanager
 def _serving(models: list[str], names: list[str], options: list[str], log: Path, replica_port: int) -> Iterator[Server]:
-    port, grpc_port = _free_port(), _free_port()
+    port, grpc_port = _free_ports(2)
     listen = ["--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(BIN / "emberforge"), "serve", *models, *listen, "--dtype", "float32", *options]
     environment = _environment() | {
