@@ -101,7 +101,7 @@ def classifier_server(prepared: Path) -> Iterator[Server]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Different free ports below 30,000. The system gives no connection such a port, so they stay free until the server listens."""
+    """Different free ports below 30,000. The system gives no connection such a port, so they are free when the server listens."""
     found: list[int] = []
     for port in random.sample(range(20_000, 30_000), 100):
         with socket.socket() as free, suppress(OSError):
