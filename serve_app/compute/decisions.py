@@ -5,7 +5,6 @@ KV cache computes it once: if the state fills a page or more, the first question
 """
 
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -20,7 +19,7 @@ from engine.errors import InvalidInput
 from engine.options import SamplingOptions, TokenIds
 from engine.text.prompts import Prompts
 from serve_app.admission.qos import Qos
-from serve_app.compute.generation import Generation, Usage, Wanted
+from serve_app.compute.generation import Delta, Generation, Usage, Wanted
 from serve_app.compute.service import Service
 from serve_app.models import GeneratingModel
 
@@ -89,7 +88,7 @@ class Decisions:
         self._prompts: list[TokenIds] = []
 
     async def read(self, service: Service, model: GeneratingModel, qos: Qos) -> tuple[list[Read], Usage]:
-        """Returns: the answers in order, and the number of tokens of all prompts. Raises: as `Generation.deltas`."""
+        """Returns: the answers in order, and the number of tokens of all prompts. Raises: as `Generation.run`."""
         start = perf_counter()
         labels = (await service.in_thread(labels_of, model.prompts)).all
         if len(labels) < (most := max(len(each.options) for each in self._questions)):
@@ -108,12 +107,13 @@ class Decisions:
     async def _read(self, generation: Generation, first: int) -> list[Read]:
         """The answers to the questions of one generation. `first` is the number of its first question."""
         found: dict[int, Read] = {}
-        async with aclosing(generation.deltas()) as deltas:
-            async for ready in deltas:
-                for delta in ready:
-                    if delta.token is not None:
-                        num_options = len(self._questions[first + delta.index].options)
-                        found[delta.index] = read_of(delta.token.logprobs_of[:num_options])
+
+        def take(delta: Delta) -> None:
+            if delta.token is not None:
+                num_options = len(self._questions[first + delta.index].options)
+                found[delta.index] = read_of(delta.token.logprobs_of[:num_options])
+
+        await generation.run(take)
         return [found[index] for index in sorted(found)]
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:

@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, TokenizerError
 from engine.options import SamplingOptions, TokenIds
@@ -84,34 +85,37 @@ class _Answer:
 
 
 class _Inbox:
-    """Events of one request that `Generation.deltas` has not taken yet. Streams refer to this object instead of the request."""
+    """Gives the events of one request to `Generation`. Streams refer to this object instead of the request."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, delivery: Delivery) -> None:
-        self.loop, self._delivery = loop, delivery
-        self._events: list[_Event] = []
-        self._has_events: asyncio.Future[None] | None = None  # the future that `take` awaits
-        self._is_closed = False
+    def __init__(self, delivery: Delivery, take: Callable[[int, Any], None]) -> None:
+        self._delivery = delivery
+        self._take: Callable[[int, Any], None] | None = take
+        self._kept = deque[_Event]()
+        self._is_held = False
 
     def close(self) -> None:
         """Drops all events, also later ones."""
-        self._is_closed = True
-        self._events.clear()
+        self._take = None
+        self._kept.clear()
 
-    async def take(self) -> list[_Event]:
-        """Waits for at least one event. Returns: all events so far."""
-        if not self._events:
-            self._has_events = self.loop.create_future()
-            await self._has_events
-        events, self._events = self._events, []
-        return events
+    def hold(self) -> None:
+        """Keeps the events from now on."""
+        self._is_held = True
+
+    def release(self) -> None:
+        """Gives the kept events, until `hold` is called again."""
+        self._is_held = False
+        while self._kept and not self._is_held and self._take is not None:
+            self._take(*self._kept.popleft())
 
     def put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        """Adds an event. Call it on the event loop."""
-        if self._is_closed:
+        """Gives or keeps an event. Call it on the event loop."""
+        if self._take is None:
             return
-        self._events.append((index, event))
-        if self._has_events is not None and not self._has_events.done():
-            self._has_events.set_result(None)
+        if self._is_held or self._kept:
+            self._kept.append((index, event))
+        else:
+            self._take(index, event)
 
     def ended(self, index: int, future: Future[Answer]) -> None:
         """Adds the end of a stream. Any thread may call it."""
@@ -120,7 +124,7 @@ class _Inbox:
 
 
 class Generation:
-    """The answers of one request. `deltas` computes them.
+    """The answers of one request. `run` computes them.
 
     The engine does not wait for a slow reader. It keeps the tokens that were not read yet, at most `max_tokens` of each answer.
     """
@@ -128,9 +132,10 @@ class Generation:
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
         self._tags, self._record = request_tags.get(), record.get()
-        self._delivery, self._inbox = service.delivery, _Inbox(asyncio.get_running_loop(), service.delivery)
+        self._delivery, self._inbox = service.delivery, _Inbox(service.delivery, self._on_event)
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
+        self._until_first: asyncio.TimerHandle | None = None  # the timer of the first delta
         self._account, self._num_charged = calling(), 0
 
     @property
@@ -153,44 +158,46 @@ class Generation:
         assert tokens is not None, "the request asked for them, and the answer has begun"
         return tokens
 
-    async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """Yields lists of deltas as they come: all available deltas of all answers, at least one.
+    def hold(self) -> None:
+        """Keeps the tokens from now on. Call it for a reader that is slower than the engine."""
+        self._inbox.hold()
 
-        Closing the generator frees the pages of answers that have not ended.
+    def release(self) -> None:
+        """Ends `hold`. The kept tokens become deltas at once."""
+        self._inbox.release()
+
+    async def run(self, take: Callable[[Delta], None]) -> None:
+        """Computes the answers. Returns when all have ended. Cancelling frees the pages of answers that have not ended.
 
         A request without a deadline gets its first delta within the server's timeout. After the first delta it has no timeout.
 
+        Args:
+            take: called on the event loop with each delta as soon as its token is there, outside of this coroutine: to wake
+                up a task for each token of each stream would take as long as everything else (docs/decisions/072).
         Raises: BadRequest for prompts or options that the model cannot take; Overloaded; DeadlineExceeded; BackendError;
-            EngineStopped.
+            EngineStopped; an error of `take`.
         """
         service, wanted, qos = self._service, self._wanted, self._qos
-        start, timeout_s = perf_counter(), qos.deadline_s or service.settings.request_timeout_s
-        timer = self._inbox.loop.call_later(timeout_s, self._inbox.put, 0, TimeoutError())
+        loop, self._start = asyncio.get_running_loop(), perf_counter()
+        timeout_s = qos.deadline_s or service.settings.request_timeout_s
+        self._take = take
+        self._over: asyncio.Future[Exception | None] = loop.create_future()  # when all answers have ended, or at an error
+        timer = self._until_first = loop.call_later(timeout_s, self._inbox.put, 0, TimeoutError())
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
                 with step("tokenise"):
-                    self._answers = await service.off_loop(work, self._prepare, start)
+                    self._answers = await service.off_loop(work, self._prepare, self._start)
                 service.num_streams += len(self._answers)
-                service.metrics.tokenize_seconds.observe(perf_counter() - start)
+                service.metrics.tokenize_seconds.observe(perf_counter() - self._start)
                 service.admission.spend(self._model, self.usage.prompt_tokens)
+                self._num_open = len(self._answers)
                 self._model.submit([answer.stream for answer in self._answers])
-                self._num_open, is_first = len(self._answers), True
-                while self._num_open:
-                    deltas, error = self._take(await self._inbox.take())
-                    self._charge()
-                    if deltas and is_first:
-                        is_first = False
-                        service.metrics.first_token_seconds.observe(perf_counter() - start)
-                        if qos.deadline_s is None:
-                            timer.cancel()
-                    if deltas:
-                        yield deltas
-                    if error is not None:
-                        try:
-                            raise error
-                        finally:
-                            del error  # the error refers to this frame
+                if (error := await self._over) is not None:
+                    try:
+                        raise error
+                    finally:
+                        del error  # the error refers to this frame
         except (TimeoutError, DeadlinePassed, DeadlineOutOfReach) as error:
             raise service.late(error, timeout_s) from None
         except (InvalidInput, TokenizerError, BatchTooLarge) as error:
@@ -205,6 +212,7 @@ class Generation:
         """Cancels the answers that have not ended, and counts the computed tokens."""
         metrics = self._service.metrics
         self._inbox.close()
+        del self._take, self._over  # they refer to the caller and to an error, whose frames refer to this object
         self._service.num_streams -= len(self._answers)
         for answer in self._answers:
             answer.stream.future.cancel()  # does nothing to a stream that has ended
@@ -264,35 +272,58 @@ class Generation:
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
 
-    def _take(self, events: Sequence[_Event]) -> tuple[list[Delta], Exception | None]:
-        """The deltas of these events, up to an error that ends the request. Events after an answer's end are ignored."""
-        deltas: list[Delta] = []
-        for index, event in events:
-            if isinstance(event, TimeoutError):
-                return deltas, event
-            answer = self._answers[index]
-            if answer.has_ended:
-                continue
-            if isinstance(event, Token):
-                answer.num_tokens += 1
-                text = answer.writer.push(event.id)
-                if answer.writer.stopped is None:
-                    deltas.append(Delta(index, text, event))
-                    continue
-                answer.stream.future.cancel()
-                deltas.append(Delta(index, text, event, "stop", answer.writer.stopped))
-            else:
-                # Not `result()`: it would raise, and the error would refer to this frame, and so to itself.
-                error = CancelledError() if event.cancelled() else event.exception()
-                if isinstance(error, Exception):
-                    return deltas, error
-                result = event.result()
-                deltas.append(_last_delta(index, answer.writer, result))
-                if self._record is not None:
-                    self._record.queue_s = max(self._record.queue_s, result.queue_s)
+    def _on_event(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
+        """Gives the caller the delta of an event. Events after an answer's end are ignored."""
+        if isinstance(event, TimeoutError):
+            return self._end(event)
+        answer = self._answers[index]
+        if answer.has_ended or self._over.done():
+            return
+        delta = self._delta(index, answer, event)
+        if isinstance(delta, Exception):
+            return self._end(delta)
+        if self._until_first is not None:
+            self._begin()
+        self._charge()
+        try:
+            self._take(delta)
+        except Exception as error:
+            return self._end(error)
+        if delta.finish_reason is not None:
             answer.has_ended = True
             self._num_open -= 1
-        return deltas, None
+            if not self._num_open:
+                self._end(None)
+
+    def _delta(self, index: int, answer: _Answer, event: Token | Future[Answer]) -> Delta | Exception:
+        """The delta of an answer's next event, or the answer's error."""
+        if isinstance(event, Token):
+            answer.num_tokens += 1
+            text = answer.writer.push(event.id)
+            if answer.writer.stopped is None:
+                return Delta(index, text, event)
+            answer.stream.future.cancel()
+            return Delta(index, text, event, "stop", answer.writer.stopped)
+        # Not `result()`: it would raise, and the error would refer to this frame, and so to itself.
+        error = CancelledError() if event.cancelled() else event.exception()
+        if isinstance(error, Exception):
+            return error
+        result = event.result()
+        if self._record is not None:
+            self._record.queue_s = max(self._record.queue_s, result.queue_s)
+        return _last_delta(index, answer.writer, result)
+
+    def _begin(self) -> None:
+        """Notes the first delta of the request."""
+        assert self._until_first is not None, "the caller has checked it"
+        self._service.metrics.first_token_seconds.observe(perf_counter() - self._start)
+        if self._qos.deadline_s is None:
+            self._until_first.cancel()
+        self._until_first = None
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._over.done():
+            self._over.set_result(error)
 
 
 def _last_delta(index: int, writer: Detokenizer, result: Answer) -> Delta:

@@ -17,14 +17,14 @@ async def chat(service: Service, body: ChatRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model, check_generates))
     generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
     answers = ChatAnswers(body, model.info.served_model_name, model.prompts, generation)
-    return Reply(answers.chunks() if body.stream else await answers.whole(), model)
+    return Reply(answers if body.stream else await answers.whole(), model)
 
 
 async def completions(service: Service, body: CompletionRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model, check_generates))
     generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
     answers = CompletionAnswers(body, model.info.served_model_name, model.prompts, generation)
-    return Reply(answers.chunks() if body.stream else await answers.whole(), model)
+    return Reply(answers if body.stream else await answers.whole(), model)
 
 
 def read_generation_qos(headers: Headers) -> Qos:

@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -42,33 +41,37 @@ class Answers(ABC):
         self._text_head = head.removesuffix(b"}") + b',"choices":[{"index":'
 
     async def whole(self) -> dict[str, Any]:
-        """The response without `stream`. Raises: as `Generation.deltas`."""
+        """The response without `stream`. Raises: as `Generation.run`."""
         by_index: dict[int, list[Delta]] = defaultdict(list)
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for ready in deltas:
-                for delta in ready:
-                    by_index[delta.index].append(delta)
+        await self._generation.run(lambda delta: by_index[delta.index].append(delta))
         choices = [self._choice(index, by_index[index]) for index in sorted(by_index)]
         return self._head | {"object": self.object, "choices": choices, "usage": self._usage()}
 
-    async def chunks(self) -> AsyncGenerator[list[bytes]]:
-        """Yields lists of the available chunks of a response with `stream`, as JSON; at least one chunk each.
+    async def stream(self, write: Callable[[bytes], None]) -> None:
+        """Calls `write` with each chunk of a response with `stream`, as JSON, as soon as its token is there.
 
-        Raises: as `Generation.deltas`.
+        Raises: as `Generation.run`.
         """
         has_begun: set[int] = set()
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for ready in deltas:
-                chunks: list[bytes] = []
-                for delta in ready:
-                    if delta.index not in has_begun:
-                        has_begun.add(delta.index)
-                        chunks += [self._chunk([first]) for first in self._first_choices(delta.index)]
-                    chunks += self._delta_chunks(delta)
-                if chunks:
-                    yield chunks
+
+        def take(delta: Delta) -> None:
+            if delta.index not in has_begun:
+                has_begun.add(delta.index)
+                for first in self._first_choices(delta.index):
+                    write(self._chunk([first]))
+            for chunk in self._delta_chunks(delta):
+                write(chunk)
+
+        await self._generation.run(take)
         if self._usage_last:
-            yield [self._chunk([], {"usage": self._usage()})]
+            write(self._chunk([], {"usage": self._usage()}))
+
+    def hold(self) -> None:
+        """As `Generation.hold`."""
+        self._generation.hold()
+
+    def release(self) -> None:
+        self._generation.release()
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         """The chunk of a choice that has only text, for deltas that are `_is_plain`."""

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -11,7 +12,7 @@ from cluster.error_forms import Form, error_body
 from engine.errors import EmberError
 from serve_app.compute.service import Service
 from serve_app.errors import ApiError, describe
-from serve_app.http.connection import abort
+from serve_app.http.connection import abort, direct_write
 from serve_app.http.encode import to_json
 
 log = logging.getLogger(__name__)
@@ -19,13 +20,28 @@ log = logging.getLogger(__name__)
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
 # Seconds without an event after which a stream sends a comment. Proxies close a connection without data after about a minute.
 _KEEP_ALIVE_S = 15.0
-# The most bytes of events that are sent together. The event of a token has about 250 bytes.
+# Events that are sent together, at most: a slow client has `send_timeout_s` for each part.
 _EVENTS_AT_ONCE = 64
 _KEEP_ALIVE = b": keep-alive\n\n"  # clients skip lines that begin with a colon
 
 
+class Events(Protocol):
+    """The content of a response in parts."""
+
+    async def stream(self, write: Callable[[bytes], None]) -> None:
+        """Calls `write` with each JSON object as soon as it is there. Returns after the last one."""
+
+    def hold(self) -> None:
+        """Computes no further objects until `release`."""
+
+    def release(self) -> None: ...
+
+
 class EventStream(StreamingResponse):
-    """Sends an event for each JSON object, then `[DONE]`. Objects that come together are sent together.
+    """Sends an event for each JSON object, then `[DONE]`.
+
+    Most events are sent by `_write`, without a task. While the client reads more slowly than events come, they wait, and a task
+    sends them together.
 
     An error becomes an event, because the status was sent before. A client that does not read for `send_timeout_s` loses its
     stream and its connection. Until then the engine does not wait for the client.
@@ -33,38 +49,34 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        service: Service,
-        form: Form,
-        first: list[bytes],
-        rest: AsyncGenerator[list[bytes]],
-        headers: Mapping[str, str] = _HEADERS,
-    ) -> None:
-        super().__init__((), headers=headers)
-        self._service, self._form, self._first, self._rest = service, form, first, rest
+    def __init__(self, service: Service, form: Form, events: Events, headers: Mapping[str, str]) -> None:
+        super().__init__((), headers={**_HEADERS, **headers})
+        self._service, self._form, self._events = service, form, events
+        self._client: _Client | None = None  # once all events so far are sent
+        self._unsent: list[bytes] = []
+        self._has_news = asyncio.Event()  # there are unsent events, or no more events come
+        self._computing = asyncio.create_task(events.stream(self._write))
+        self._computing.add_done_callback(lambda _: self._has_news.set())
         self._was_sent = self._was_unread = False
 
     @classmethod
-    async def begin(
-        cls, service: Service, form: Form, contents: AsyncGenerator[list[bytes]], headers: Mapping[str, str]
-    ) -> "EventStream":
+    async def begin(cls, service: Service, form: Form, events: Events, headers: Mapping[str, str]) -> "EventStream":
         """Waits for the first object. Raises errors that come before it, so that they get their HTTP status.
 
         No comment is sent before the first object, because it would need the status 200, and clients retry by the status. The
         server's timeout limits the wait, as for every other route.
         """
-        return cls(service, form, await anext(contents), contents, {**_HEADERS, **headers})
+        response = cls(service, form, events, headers)
+        await response._wait_for_first()
+        return response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the response, and comments while no event comes. Ends early if the client leaves or does not read.
 
         Starlette's own method would end a response with a task group, whose objects only a collection of garbage frees.
         """
-        client = _Client(send, self._service.settings.send_timeout_s)
-        # Each token wakes the task that sends, and a wake-up walks through all frames of a task. The current task has the frames
-        # of the whole application.
-        sending, leaving = asyncio.create_task(self._send_events(client.send)), asyncio.create_task(_left(receive))
+        client = _Client(receive, send, self._service.settings.send_timeout_s)
+        sending, leaving = asyncio.create_task(self._send_events(client)), asyncio.create_task(_left(receive))
         try:
             await client.watch(sending, leaving)
         except TimeoutError:
@@ -77,49 +89,72 @@ class EventStream(StreamingResponse):
             sending.cancel()  # does nothing if the task has ended
             leaving.cancel()
             await asyncio.wait({sending})
-            await self._rest.aclose()  # ends the work for a client that has left
+            await self._end_computing()  # ends the work for a client that has left
             if self._was_unread:
                 await abort(receive)
             elif not self._was_sent:
                 self._service.metrics.cancelled.inc()
 
-    async def _send_events(self, send: Send) -> None:
-        """Sends the response. It is one loop, because every additional generator costs time for every token of every stream."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        contents, end = self._first, b"data: [DONE]\n\n"
+    async def _wait_for_first(self) -> None:
+        try:
+            await self._has_news.wait()
+            if not self._unsent:
+                self._computing.result()  # an error before the first object
+        except BaseException:
+            await self._end_computing()
+            raise
+
+    def _write(self, content: bytes) -> None:
+        event = b"data: %b\n\n" % content
+        if self._client is not None:
+            if self._client.write(event):
+                return
+            self._client = None
+        self._unsent.append(event)
+        if len(self._unsent) == _EVENTS_AT_ONCE:
+            self._events.hold()
+        self._has_news.set()
+
+    async def _send_events(self, client: "_Client") -> None:
+        """Sends the response's head, the events that wait, and its end."""
+        await client.send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while True:
-            for part in _parts(contents):
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-            try:
-                contents = await anext(self._rest)
-            except StopAsyncIteration:
+            await self._has_news.wait()
+            self._has_news.clear()
+            while self._unsent:
+                events, self._unsent = self._unsent, []
+                await client.send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                self._events.release()
+            if self._computing.done():
                 break
-            except EmberError as error:
-                self._service.metrics.tei.failed(error)
-                end = self._error(error) + end
-                break
-            except Exception:
-                log.exception("a stream failed")
-                end = self._error(EmberError("internal error; the server's log has the details")) + end
-                break
+            self._client = client
         self._was_sent = True
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await client.send({"type": "http.response.body", "body": self._last_events(), "more_body": False})
+
+    async def _end_computing(self) -> None:
+        self._computing.cancel()
+        await asyncio.wait({self._computing})
+        del self._computing  # its error refers to frames that refer to this object
+
+    def _last_events(self) -> bytes:
+        """`[DONE]`, behind the error if there is one."""
+        end, error = b"data: [DONE]\n\n", self._computing.exception()
+        try:
+            if isinstance(error, EmberError):
+                self._service.metrics.tei.failed(error)
+                return self._error(error) + end
+            if error is not None:
+                log.error("a stream failed", exc_info=error)
+                return self._error(EmberError("internal error; the server's log has the details")) + end
+            return end
+        finally:
+            del error
 
     def _error(self, error: EmberError) -> bytes:
         status, error_type, message = describe(error)
         param = error.param if isinstance(error, ApiError) else None
         content = to_json({"error": error_body(self._form, status, error_type, message, param)["error"]})
         return b"data: " + content + b"\n\n"
-
-
-def _parts(contents: list[bytes]) -> Iterable[bytes]:
-    """Divides the events into parts, because a slow client has `send_timeout_s` for each part."""
-    if len(contents) == 1:
-        return (b"data: %b\n\n" % contents[0],)
-    return (
-        b"data: " + b"\n\ndata: ".join(contents[begin : begin + _EVENTS_AT_ONCE]) + b"\n\n"
-        for begin in range(0, len(contents), _EVENTS_AT_ONCE)
-    )
 
 
 async def _left(receive: Receive) -> None:
@@ -131,8 +166,9 @@ async def _left(receive: Receive) -> None:
 class _Client:
     """The connection to the client. A send ends when the connection's buffer has space: uvicorn's buffer holds 64 KiB."""
 
-    def __init__(self, send: Send, timeout_s: float) -> None:
-        self._send, self._timeout_s = send, timeout_s
+    def __init__(self, receive: Receive, send: Send, timeout_s: float) -> None:
+        self._receive, self._send, self._timeout_s = receive, send, timeout_s
+        self._write: Callable[[bytes], bool] | None = None
         self._time = asyncio.get_running_loop().time
         self._is_sending, self._since = False, self._time()  # the time at which the last send or comment began
 
@@ -140,6 +176,13 @@ class _Client:
         self._is_sending, self._since = True, self._time()
         await self._send(message)
         self._is_sending = False
+
+    def write(self, body: bytes) -> bool:
+        """Sends a part of the body at once, and returns True. Returns False if only `send` can send it."""
+        if self._write is None:
+            self._write = direct_write(self._receive) or _never
+        self._since = self._time()
+        return self._write(body)
 
     async def watch(self, sending: "asyncio.Task[None]", leaving: "asyncio.Task[None]") -> None:
         """Sends comments until `sending` or `leaving` has ended. A timer for each send would cost more.
@@ -159,3 +202,7 @@ class _Client:
                 async with asyncio.timeout(self._timeout_s):  # the comment may also wait for the client
                     await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
                 self._since = self._time()
+
+
+def _never(_: bytes) -> bool:
+    return False

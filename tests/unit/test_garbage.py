@@ -241,7 +241,7 @@ class Generator(FakeGenerator):
 def test_an_answer_that_is_generated(
     prompt: list[int], deadline_s: float | None, most: int, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The path from `Generation.deltas` through the scheduler and the engine's threads leaves no garbage."""
+    """The path from `Generation.run` through the scheduler and the engine's threads leaves no garbage."""
     caplog.set_level(logging.CRITICAL)
     device = Device(num_pages=128)
     if deadline_s == 0.03:
@@ -254,16 +254,18 @@ def test_an_answer_that_is_generated(
     async def ask() -> None:
         wanted = Wanted(2, 8, lambda _: [np.array(prompt, dtype=np.int32)] * 2, SamplingOptions(max_tokens=most))
         qos = replace(DEFAULT_QOS, deadline_s=deadline_s)
-        deltas = Generation(service, model, wanted, qos).deltas()  # type: ignore[arg-type]
-        end = ""
+        end, generation, begun = "", Generation(service, model, wanted, qos), asyncio.Event()  # type: ignore[arg-type]
         try:
-            async for _ in deltas:
-                if expected == "left":
-                    end = "left"
-                    break
+            if expected != "left":
+                await generation.run(lambda _: None)
+            else:
+                running = asyncio.create_task(generation.run(lambda _: begun.set()))
+                await begun.wait()
+                running.cancel()
+                await asyncio.wait({running})
+                end = "left"
         except (DeadlineExceeded, BackendError) as error:
             end = type(error).__name__
-        await deltas.aclose()
         ends.append(end)
         await asyncio.sleep(0.05)
 
