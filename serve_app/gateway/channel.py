@@ -20,7 +20,7 @@ from uuid import uuid4
 import numpy as np
 
 from engine.errors import EmberError
-from engine.schedule.stream import Answer, Stream, Token
+from engine.schedule.stream import Answer, Stream, token_of
 from serve_app.gateway.remote import LOST, Lost, drop, in_background
 from serve_app.gateway.steps import Ended, NewStream, Steps
 
@@ -173,7 +173,7 @@ class Channel:
             if number not in streams:  # the caller has left
                 continue
             stream = streams[number][0]
-            token = logprobs.get(place) or Token(token_id)
+            token = logprobs.get(place) or token_of(token_id)
             stream.answer.append(token)
             if (on_begun := self._on_begun.pop(number, None)) is not None:
                 on_begun(steps.cached.get(number))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import uvicorn
@@ -18,6 +19,8 @@ from fake_models import FakeBackend
 
 from engine import Engine
 from engine.loop import EngineLoop
+from serve_app.compute.generation import Delta
+from serve_app.dialects.completion_answers import CompletionAnswers
 from serve_app.dialects.handler import Reply
 from serve_app.dialects.tei_bodies import TokenizeRequest
 from serve_app.http import app as http_app
@@ -118,6 +121,124 @@ def test_a_stream_whose_events_come_in_time_gets_no_comment(tmp_path: Path, monk
     text = asyncio.run(scenario())
     assert text.count(b"data: {") == 151
     assert b": keep-alive" not in text
+
+
+def test_most_events_need_no_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends: list[Any] = []
+    send = events._Client.send
+
+    async def noted(self: events._Client, message: Any) -> None:
+        sends.append(message)
+        await send(self, message)
+
+    monkeypatch.setattr(events._Client, "send", noted)
+
+    async def scenario() -> bytes:
+        async with (
+            serving(FakeGenerator(tmp_path, "abc", held=True), Metrics("fake")) as port,
+            asking(port, max_tokens=100) as client,
+        ):
+            return await asyncio.wait_for(read_until(client, b"[DONE]"), 10)
+
+    text = asyncio.run(scenario())
+    assert text.count(b"data: {") == 101
+    assert len(sends) < 30, "the head, the first event and the end, and events that come while one of these is sent"
+
+
+class Numbers:
+    """The content of a response: numbers. It pauses at each one."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._go_on = count, asyncio.Event()
+        self.num_written = 0
+        self._go_on.set()
+
+    async def stream(self, write: Callable[[bytes], None]) -> None:
+        for number in range(self._count):
+            await asyncio.sleep(0)
+            await self._go_on.wait()
+            write(b"%d" % number)
+            self.num_written += 1
+
+    def hold(self) -> None:
+        self._go_on.clear()
+
+    def release(self) -> None:
+        self._go_on.set()
+
+
+def test_events_wait_in_two_parts_at_most_for_a_slow_client(tmp_path: Path) -> None:
+    """`send` is not uvicorn's, so all events go through it."""
+    sent: list[Any] = []
+
+    async def scenario() -> None:
+        numbers, may_send = Numbers(300), asyncio.Event()
+        service = Api(FakeBackend(FakeGenerator(tmp_path, "x")), Settings(), Metrics("fake")).service
+        response = await events.EventStream.begin(service, "openai", numbers, {})
+
+        async def send(message: Any) -> None:
+            await may_send.wait()
+            sent.append(message)
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        sending = asyncio.create_task(response({"type": "http"}, receive, send))
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert numbers.num_written == events._EVENTS_AT_ONCE
+        may_send.set()
+        await asyncio.wait_for(sending, 10)
+
+    asyncio.run(scenario())
+    bodies = [message.get("body", b"") for message in sent]
+    assert b"".join(bodies) == b"".join(b"data: %d\n\n" % number for number in range(300)) + b"data: [DONE]\n\n"
+    assert max(body.count(b"data: ") for body in bodies) <= events._EVENTS_AT_ONCE
+
+
+def test_a_bug_in_a_delta_ends_its_own_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks = CompletionAnswers._delta_chunks
+
+    def broken(self: CompletionAnswers, delta: Delta) -> list[bytes]:
+        if delta.text == "d":
+            raise ValueError("secret")
+        return chunks(self, delta)
+
+    monkeypatch.setattr(CompletionAnswers, "_delta_chunks", broken)
+    model = FakeGenerator(tmp_path, "abcdef")
+
+    async def scenario() -> tuple[bytes, bytes]:
+        async with serving(model, Metrics("fake")) as port, asking(port) as client, asking(port, max_tokens=3) as other:
+            reads = read_until(client, b"[DONE]"), read_until(other, b"[DONE]")
+            one, two = await asyncio.wait_for(asyncio.gather(*reads), 10)
+            return one, two
+
+    one, two = asyncio.run(scenario())
+    assert (one.count(b'"text":'), two.count(b'"finish_reason":"length"')) == (3, 1)
+    assert b"internal error" in one
+    assert b"secret" not in one
+    assert caplog.messages == ["a stream failed"]
+    assert all(stream.future.done() for stream in model.streams)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_of_a_request_that_is_cancelled_before_its_first_token_ends(tmp_path: Path, stream: bool) -> None:
+    model, metrics = FakeGenerator(tmp_path, "x", late_s=60), Metrics("fake")
+
+    async def scenario() -> None:
+        transport = httpx.ASGITransport(Api(FakeBackend(model), Settings(), metrics).app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://fake") as client:
+            asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": "Hi", "stream": stream}))
+            await wait_for(lambda: bool(model.streams))
+            asking.cancel()
+            await asyncio.wait({asking})
+        assert model.streams[0].future.cancelled()
+        assert count(metrics, "requests_in_flight") == 0
+
+    asyncio.run(scenario())
+    assert count(metrics, "cancelled_requests_total") == 1
 
 
 @pytest.mark.slow
