@@ -112,7 +112,7 @@ class _Inbox:
         """Gives or keeps an event. Call it on the event loop."""
         if self._take is None:
             return
-        if self._is_held or self._kept:
+        if self._is_held:
             self._kept.append((index, event))
         else:
             self._take(index, event)
@@ -172,8 +172,8 @@ class Generation:
         A request without a deadline gets its first delta within the server's timeout. After the first delta it has no timeout.
 
         Args:
-            take: called on the event loop with each delta as soon as its token is there, outside of this coroutine: to wake
-                up a task for each token of each stream would take as long as everything else (docs/decisions/072).
+            take: called on the event loop with each delta as soon as its token is there. This coroutine sleeps meanwhile, because
+                a task that wakes up for each token would take a quarter of a gateway's time (docs/decisions/072).
         Raises: BadRequest for prompts or options that the model cannot take; Overloaded; DeadlineExceeded; BackendError;
             EngineStopped; an error of `take`.
         """

@@ -71,6 +71,7 @@ class Answers(ABC):
         self._generation.hold()
 
     def release(self) -> None:
+        """As `Generation.release`."""
         self._generation.release()
 
     def _text_chunk(self, index: int, text: str) -> bytes:

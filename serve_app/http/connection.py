@@ -1,21 +1,20 @@
-"""What a client's connection can do, and ASGI has no call for: to close at once, and to send without a coroutine.
-
-`receive` is a method of uvicorn, directly or inside Ray Serve's proxy. With other servers nothing here has an effect.
-"""
+"""Calls to a client's connection that ASGI does not have: one closes it at once, one sends without a coroutine."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from starlette.types import Receive
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 async def abort(receive: Receive) -> None:
     """Closes the connection at once. uvicorn's own close would wait until the client has read the buffer.
 
-    With another server the connection stays open until the client reads or leaves.
+    `receive` is a method of uvicorn, directly or inside Ray Serve's proxy. With another server the connection stays open until
+    the client reads or leaves.
     """
-    if (transport := getattr(_cycle(receive), "transport", None)) is not None:
+    cycle = getattr(getattr(receive, "_receive", receive), "__self__", None)
+    if (transport := getattr(cycle, "transport", None)) is not None:
         transport.abort()
         await asyncio.sleep(0)  # lets uvicorn notice the end, so that it does not log an incomplete answer
 
@@ -24,10 +23,11 @@ def direct_write(receive: Receive) -> Callable[[bytes], bool] | None:
     """A function that sends a part of the response's body. Call it after the response's head.
 
     The function returns False, and sends nothing, if the buffer is full or the client has left. ASGI's `send` would wait.
-    Returns: None with a server that is not uvicorn, and for a response that is not chunked.
+    Returns: None if `receive` is not a method of uvicorn, and for a response that is not chunked. Inside Serve's proxy other
+        parts of the body may still wait in a queue of `send`.
     """
-    cycle = _cycle(receive)
-    if not getattr(cycle, "chunked_encoding", False) or cycle.scope["method"] == "HEAD":
+    cycle = getattr(receive, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
         return None
     flow, transport = cycle.flow, cycle.transport
 
@@ -38,8 +38,3 @@ def direct_write(receive: Receive) -> Callable[[bytes], bool] | None:
         return True
 
     return write
-
-
-def _cycle(receive: Receive) -> Any:
-    """uvicorn's object for this request and its response, or None."""
-    return getattr(getattr(receive, "_receive", receive), "__self__", None)
