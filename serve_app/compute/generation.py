@@ -136,7 +136,7 @@ class Generation:
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
         self._until_first: asyncio.TimerHandle | None = None  # the timer of the first delta
-        self._account, self._num_charged = calling(), 0
+        self._account = calling()
 
     @property
     def usage(self) -> Usage:
@@ -222,13 +222,6 @@ class Generation:
             self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
             self._record.tokens_out += self.usage.completion_tokens
 
-    def _charge(self) -> None:
-        """Counts the answers' tokens since the last call for the API key."""
-        if self._account is not None:
-            num_tokens = self.usage.completion_tokens
-            self._account.add(self._model.info.served_model_name, num_tokens - self._num_charged)
-            self._num_charged = num_tokens
-
     def _prepare(self, start: float) -> list[_Answer]:
         """Makes the answers, without submitting them. Runs on a thread if the prompts are long."""
         deadline = inf if self._qos.deadline_s is None else start + self._qos.deadline_s
@@ -273,19 +266,21 @@ class Generation:
         return replace(self._wanted.sampling, max_tokens=most)
 
     def _on_event(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        """Gives the caller the delta of an event. Events after an answer's end are ignored."""
+        """Gives the caller the delta of an event. Events after an answer's end are ignored.
+
+        Raises nothing, because the events of other requests follow in the same call of `Delivery`.
+        """
         if isinstance(event, TimeoutError):
             return self._end(event)
         answer = self._answers[index]
         if answer.has_ended or self._over.done():
             return
-        delta = self._delta(index, answer, event)
-        if isinstance(delta, Exception):
-            return self._end(delta)
-        if self._until_first is not None:
-            self._begin()
-        self._charge()
         try:
+            delta = self._delta(index, answer, event)
+            if isinstance(delta, Exception):
+                return self._end(delta)
+            if self._until_first is not None:
+                self._begin()
             self._take(delta)
         except Exception as error:
             return self._end(error)
@@ -299,6 +294,8 @@ class Generation:
         """The delta of an answer's next event, or the answer's error."""
         if isinstance(event, Token):
             answer.num_tokens += 1
+            if self._account is not None:
+                self._account.add(self._model.info.served_model_name, 1)
             text = answer.writer.push(event.id)
             if answer.writer.stopped is None:
                 return Delta(index, text, event)

@@ -19,6 +19,7 @@ from fake_models import FakeBackend
 
 from engine import Engine
 from engine.loop import EngineLoop
+from engine.text.detokenizer import Detokenizer
 from serve_app.compute.generation import Delta
 from serve_app.dialects.completion_answers import CompletionAnswers
 from serve_app.dialects.handler import Reply
@@ -196,17 +197,18 @@ def test_events_wait_in_two_parts_at_most_for_a_slow_client(tmp_path: Path) -> N
     assert max(body.count(b"data: ") for body in bodies) <= events._EVENTS_AT_ONCE
 
 
+@pytest.mark.parametrize(("owner", "name"), [(CompletionAnswers, "_delta_chunks"), (Detokenizer, "push")])
 def test_a_bug_in_a_delta_ends_its_own_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, owner: type, name: str
 ) -> None:
-    chunks = CompletionAnswers._delta_chunks
+    works = getattr(owner, name)
 
-    def broken(self: CompletionAnswers, delta: Delta) -> list[bytes]:
-        if delta.text == "d":
+    def broken(self: Any, given: Delta | int) -> Any:
+        if given == ord("d") or getattr(given, "text", "") == "d":
             raise ValueError("secret")
-        return chunks(self, delta)
+        return works(self, given)
 
-    monkeypatch.setattr(CompletionAnswers, "_delta_chunks", broken)
+    monkeypatch.setattr(owner, name, broken)
     model = FakeGenerator(tmp_path, "abcdef")
 
     async def scenario() -> tuple[bytes, bytes]:
