@@ -172,8 +172,8 @@ class Generation:
         A request without a deadline gets its first delta within the server's timeout. After the first delta it has no timeout.
 
         Args:
-            take: called on the event loop with each delta as soon as its token is there. This coroutine sleeps meanwhile, because
-                a task that wakes up for each token would take a quarter of a gateway's time (docs/decisions/072).
+            take: called on the event loop with each delta as soon as its token is there. This coroutine sleeps meanwhile: a task
+                that wakes up and sends for each token took a quarter of a gateway's time (docs/decisions/072).
         Raises: BadRequest for prompts or options that the model cannot take; Overloaded; DeadlineExceeded; BackendError;
             EngineStopped; an error of `take`.
         """
