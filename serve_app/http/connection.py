@@ -20,19 +20,19 @@ async def abort(receive: Receive) -> None:
 
 
 def direct_write(receive: Receive) -> Callable[[bytes], bool] | None:
-    """A function that sends a part of the response's body. Call it after the response's head.
+    """A function that sends a part of a chunked response's body, after the response's head.
 
     The function returns False, and sends nothing, if the buffer is full or the client has left. ASGI's `send` would wait.
-    Returns: None if `receive` is not a method of uvicorn, and for a response that is not chunked. Inside Serve's proxy other
-        parts of the body may still wait in a queue of `send`.
+    Returns: None if `receive` is not itself a method of uvicorn. Inside Ray Serve's proxy, earlier parts of the body may still
+        wait in a queue of `send`.
     """
     cycle = getattr(receive, "__self__", None)
-    if not isinstance(cycle, RequestResponseCycle) or not cycle.chunked_encoding:
+    if not isinstance(cycle, RequestResponseCycle):
         return None
     flow, transport = cycle.flow, cycle.transport
 
     def write(body: bytes) -> bool:
-        if flow.write_paused or cycle.disconnected:
+        if flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
             return False
         transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True

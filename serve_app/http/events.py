@@ -40,8 +40,8 @@ class Events(Protocol):
 class EventStream(StreamingResponse):
     """Sends an event for each JSON object, then `[DONE]`.
 
-    Most events are sent by `_write`, without a task. While the client reads more slowly than events come, they wait, and a task
-    sends them together.
+    `_write` sends most events, without a task. While the client reads more slowly than events come, the events wait, and
+    `_send_events` sends them together.
 
     An error becomes an event, because the status was sent before. A client that does not read for `send_timeout_s` loses its
     stream and its connection. Until then the engine does not wait for the client.
@@ -52,7 +52,7 @@ class EventStream(StreamingResponse):
     def __init__(self, service: Service, form: Form, events: Events, headers: Mapping[str, str]) -> None:
         super().__init__((), headers={**_HEADERS, **headers})
         self._service, self._form, self._events = service, form, events
-        self._client: _Client | None = None  # once all events so far are sent
+        self._client: _Client | None = None  # None while events wait for `_send_events`
         self._unsent: list[bytes] = []
         self._has_news = asyncio.Event()  # there are unsent events, or no more events come
         self._computing = asyncio.create_task(events.stream(self._write))
@@ -139,16 +139,13 @@ class EventStream(StreamingResponse):
     def _last_events(self) -> bytes:
         """`[DONE]`, behind the error if there is one."""
         end, error = b"data: [DONE]\n\n", self._computing.exception()
-        try:
-            if isinstance(error, EmberError):
-                self._service.metrics.tei.failed(error)
-                return self._error(error) + end
-            if error is not None:
-                log.error("a stream failed", exc_info=error)
-                return self._error(EmberError("internal error; the server's log has the details")) + end
-            return end
-        finally:
-            del error
+        if isinstance(error, EmberError):
+            self._service.metrics.tei.failed(error)
+            return self._error(error) + end
+        if error is not None:
+            log.error("a stream failed", exc_info=error)
+            return self._error(EmberError("internal error; the server's log has the details")) + end
+        return end
 
     def _error(self, error: EmberError) -> bytes:
         status, error_type, message = describe(error)
@@ -167,8 +164,7 @@ class _Client:
     """The connection to the client. A send ends when the connection's buffer has space: uvicorn's buffer holds 64 KiB."""
 
     def __init__(self, receive: Receive, send: Send, timeout_s: float) -> None:
-        self._receive, self._send, self._timeout_s = receive, send, timeout_s
-        self._write: Callable[[bytes], bool] | None = None
+        self._write, self._send, self._timeout_s = direct_write(receive), send, timeout_s
         self._time = asyncio.get_running_loop().time
         self._is_sending, self._since = False, self._time()  # the time at which the last send or comment began
 
@@ -179,10 +175,8 @@ class _Client:
 
     def write(self, body: bytes) -> bool:
         """Sends a part of the body at once, and returns True. Returns False if only `send` can send it."""
-        if self._write is None:
-            self._write = direct_write(self._receive) or _never
         self._since = self._time()
-        return self._write(body)
+        return self._write is not None and self._write(body)
 
     async def watch(self, sending: "asyncio.Task[None]", leaving: "asyncio.Task[None]") -> None:
         """Sends comments until `sending` or `leaving` has ended. A timer for each send would cost more.
@@ -202,7 +196,3 @@ class _Client:
                 async with asyncio.timeout(self._timeout_s):  # the comment may also wait for the client
                     await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
                 self._since = self._time()
-
-
-def _never(_: bytes) -> bool:
-    return False

@@ -168,7 +168,7 @@ class Numbers:
         self._go_on.set()
 
 
-def test_events_wait_in_two_parts_at_most_for_a_slow_client(tmp_path: Path) -> None:
+def test_a_part_of_the_events_waits_for_a_slow_client_and_the_rest_is_held(tmp_path: Path) -> None:
     """`send` is not uvicorn's, so all events go through it."""
     sent: list[Any] = []
 
