@@ -13,6 +13,9 @@ from serve_app.grpc import tei_pb2 as tei
 
 Kind = Literal["body", "raw", "grpc", "grpc bytes"]
 
+# Longer than the server's own timeout. On two slow and busy cores an answer of 23 tokens took 32 s.
+_PATIENCE_S = 120.0
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -38,7 +41,7 @@ class Case:
     has_deadline: bool = False  # 504 is a right answer then
     ends: bool = False  # the client closes its side of the connection after the request
     leaves: bool = False  # the client does not wait for the whole answer
-    waits_s: float = 30.0  # the client waits this long for the answer, then leaves
+    waits_s: float = _PATIENCE_S  # the client waits this long for the answer, then leaves
 
     def to_json(self) -> str:
         metadata = [[name, _text(value)] for name, value in self.metadata]
@@ -125,7 +128,9 @@ def _post(random: Random, site: Site, posts: Operations, models: Sequence[str], 
     data = http(site, "POST", path, [*made.headers, *headers], made.content)
     # A text may be as long as the model can write. The client does not wait for its end.
     leaves = "completions" in path
-    return Case("body", path, data, site.prefix + path, has_deadline=has_deadline, leaves=leaves, waits_s=1.0 if leaves else 30.0)
+    return Case(
+        "body", path, data, site.prefix + path, has_deadline=has_deadline, leaves=leaves, waits_s=1.0 if leaves else _PATIENCE_S
+    )
 
 
 def _get(random: Random, site: Site, gets: Sequence[str]) -> Case:

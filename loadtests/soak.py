@@ -100,7 +100,7 @@ class Clients:
             ("/tokenize", self._embedder, {"inputs": texts}),
             *(("/rerank", model, {"query": texts[0], "texts": texts}) for model in self._rerankers),
         ):
-            case = replace(self._post(path, fields | {"model": model}), has_deadline=True, waits_s=120.0)
+            case = replace(self._post(path, fields | {"model": model}), has_deadline=True)
             await asyncio.gather(*(self._send(case) for _ in range(_MOST_CLIENTS)))
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ class Clients:
         if self._site.application:
             metadata.append(("application", self._site.application))
         texts = [tei.EmbedRequest(inputs=self._text()).SerializeToString() for _ in range(self._random.randrange(1, 5))]
-        call = self._channel.stream_stream(case.route)(iter(texts), metadata=metadata, timeout=30)
+        call = self._channel.stream_stream(case.route)(iter(texts), metadata=metadata, timeout=case.waits_s)
         try:
             async for _ in call:
                 if self._random.random() < 0.2:
