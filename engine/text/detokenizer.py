@@ -8,6 +8,7 @@ each step instead. A run of invalid bytes makes its steps longer and longer, and
 import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from tokenizers import Tokenizer as HFTokenizer
@@ -36,6 +37,7 @@ class TokenBytes:
         self._has_byte_tokens = self._decode(["<0xC3>", "<0xA9>"]) == "é"
         self.special_ids = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         self._known: dict[int, bytes] = {}
+        self.texts = _Texts(self)
 
     def __getitem__(self, token_id: int) -> bytes:
         """Returns the bytes of a token that follows another token. An id without a token has none."""
@@ -62,6 +64,21 @@ class TokenBytes:
         if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         return self._decode(["a", token]).removeprefix("a").encode()
+
+
+class _Texts(dict[int, str | None]):
+    """The text of each token. None for a special token, and for one with a part of a character."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str | None = None
+        if token_id not in self._token_bytes.special_ids:
+            with suppress(UnicodeDecodeError):
+                text = self._token_bytes[token_id].decode()
+        self[token_id] = text
+        return text
 
 
 @lru_cache(maxsize=4)
@@ -118,9 +135,20 @@ class Detokenizer:
         self._utf8 = _Utf8Decoder("replace")
         self._opening = True  # the text has no token yet
         self._read_prompt(prompt_ids)
+        self._texts = self._bytes.texts
+        self._is_between = False  # between two characters inside the text, and no stop string may have begun
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token makes final. It is empty after the stop string."""
+        if self._is_between:
+            text = self._texts[token_id]
+            if text is not None and (not self._first_chars or self._first_chars.isdisjoint(text)):
+                return text
+        text = self._pushed(token_id)
+        self._is_between = not (self._opening or self._held or self._utf8.getstate()[0]) and self.stopped is None
+        return text
+
+    def _pushed(self, token_id: int) -> str:
         if self.stopped is not None or token_id in self._skipped:
             return ""
         if self._opening:

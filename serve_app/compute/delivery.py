@@ -14,40 +14,43 @@ from engine.schedule.stream import token_of
 
 
 class Delivery:
-    """A queue of events for one event loop. Any thread may call `add` and `wake`.
+    """A queue of events for one event loop. Any thread may call `add`, `add_each`, `add_last` and `wake`.
+
+    An event has the key of its receiver. So a stream needs no reference to the receiver, which refers to the stream.
 
     A wake-up costs both threads a system call and a thread switch, about the same time as all other work for a token.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # Appending and taking are atomic, so no lock is needed.
-        self._events: deque[tuple[Callable[[Any], None], Any]] = deque()
+        # Events, and lists of keys with their tokens. Appending and taking are atomic, so no lock is needed.
+        self._events: deque[tuple[int, Any] | tuple[NDArray[np.int32], NDArray[np.int32]]] = deque()
         self._is_waking = False
         self._takes: dict[int, Callable[[Any], None]] = {}
         self._keys = count()
 
-    def add(self, take: Callable[[Any], None], event: Any) -> None:
-        """Queues an event: `take(event)` runs on the event loop after the next `wake`. Events keep their order."""
-        self._events.append((take, event))
-
     def key(self, take: Callable[[Any], None]) -> int:
-        """A key for `add_each`, until `forget`. Called on the event loop."""
+        """A key for events that `take` gets, until `forget`. Call it on the event loop, as `take` will be."""
         key = next(self._keys)
         self._takes[key] = take
         return key
 
     def forget(self, key: int) -> None:
+        """Drops the events with this key, also later ones. Call it on the event loop."""
         self._takes.pop(key, None)
+
+    def add(self, key: int, event: Any) -> None:
+        """Queues an event until the next `wake`. Events keep their order."""
+        self._events.append((key, event))
 
     def add_each(self, keys: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
         """As `add` of a token for each key."""
-        self._events.append((self._take_each, (keys, token_ids)))
+        self._events.append((keys, token_ids))
 
-    def _take_each(self, both: tuple[NDArray[np.int32], NDArray[np.int32]]) -> None:
-        for key, token_id in zip(both[0].tolist(), both[1].tolist(), strict=True):
-            if (take := self._takes.get(key)) is not None:
-                take(token_of(token_id))
+    def add_last(self, key: int, event: Any) -> None:
+        """As `add` and `wake`."""
+        self.add(key, event)
+        self.wake()
 
     def wake(self) -> None:
         """Makes the event loop take the events. Does nothing if a wake-up is already scheduled."""
@@ -59,6 +62,13 @@ class Delivery:
 
     def _deliver(self) -> None:
         self._is_waking = False  # before the events are taken, so that an event that comes now causes its own wake-up
+        take_of = self._takes.get
         while self._events:
-            take, event = self._events.popleft()
-            take(event)
+            keys, event = self._events.popleft()
+            if isinstance(keys, int):
+                if (take := take_of(keys)) is not None:
+                    take(event)
+                continue
+            for key, token_id in zip(keys.tolist(), event.tolist(), strict=True):
+                if (take := take_of(key)) is not None:
+                    take(token_of(token_id))

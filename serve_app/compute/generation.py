@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, InvalidInput, TokenizerError
 from engine.options import SamplingOptions, TokenIds
@@ -19,7 +19,6 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.prompts import Prompts
 from serve_app.admission.accounts import calling
 from serve_app.admission.qos import Qos
-from serve_app.compute.delivery import Delivery
 from serve_app.compute.service import Service
 from serve_app.errors import BadRequest, BatchTooLarge
 from serve_app.models import GeneratingModel
@@ -70,57 +69,15 @@ class Usage(NamedTuple):
     cached_tokens: int  # tokens of the prompts that were in the cache
 
 
-# An event of an answer, by the answer's index: a token, the answer's end, or the request's end.
-_Event = tuple[int, Token | Future[Answer] | TimeoutError]
-
-
 @dataclass(slots=True)
 class _Answer:
     """An answer that is being generated."""
 
+    index: int  # prompt * n + choice
     stream: Stream
     writer: Detokenizer
     num_tokens: int = 0
     has_ended: bool = False
-
-
-class _Inbox:
-    """Gives the events of one request to `Generation`. Streams refer to this object instead of the request."""
-
-    def __init__(self, delivery: Delivery, take: Callable[[int, Any], None]) -> None:
-        self._delivery = delivery
-        self._take: Callable[[int, Any], None] | None = take
-        self._kept = deque[_Event]()
-        self._is_held = False
-
-    def close(self) -> None:
-        """Drops all events, also later ones."""
-        self._take = None
-        self._kept.clear()
-
-    def hold(self) -> None:
-        """Keeps the events from now on."""
-        self._is_held = True
-
-    def release(self) -> None:
-        """Gives the kept events, until `hold` is called again."""
-        self._is_held = False
-        while self._kept and not self._is_held and self._take is not None:
-            self._take(*self._kept.popleft())
-
-    def put(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        """Gives or keeps an event. Call it on the event loop."""
-        if self._take is None:
-            return
-        if self._is_held:
-            self._kept.append((index, event))
-        else:
-            self._take(index, event)
-
-    def ended(self, index: int, future: Future[Answer]) -> None:
-        """Adds the end of a stream. Any thread may call it."""
-        self._delivery.add(partial(self.put, index), future)
-        self._delivery.wake()
 
 
 class Generation:
@@ -132,9 +89,10 @@ class Generation:
     def __init__(self, service: Service, model: GeneratingModel, wanted: Wanted, qos: Qos) -> None:
         self._service, self._model, self._wanted, self._qos = service, model, wanted, qos
         self._tags, self._record = request_tags.get(), record.get()
-        self._delivery, self._inbox = service.delivery, _Inbox(service.delivery, self._on_event)
+        self._delivery = service.delivery
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
+        self._is_held, self._kept = False, deque[tuple[_Answer, Token | Future[Answer]]]()
         self._until_first: asyncio.TimerHandle | None = None  # the timer of the first delta
         self._account = calling()
 
@@ -160,11 +118,13 @@ class Generation:
 
     def hold(self) -> None:
         """Keeps the tokens from now on. Call it for a reader that is slower than the engine."""
-        self._inbox.hold()
+        self._is_held = True
 
     def release(self) -> None:
-        """Ends `hold`. The kept tokens become deltas at once."""
-        self._inbox.release()
+        """Ends `hold`. The kept tokens become deltas at once, until `hold` is called again."""
+        self._is_held = False
+        while self._kept and not self._is_held:
+            self._on_event(*self._kept.popleft())
 
     async def run(self, take: Callable[[Delta], None]) -> None:
         """Computes the answers. Returns when all have ended. Cancelling frees the pages of answers that have not ended.
@@ -182,7 +142,7 @@ class Generation:
         timeout_s = qos.deadline_s or service.settings.request_timeout_s
         self._take = take
         self._over: asyncio.Future[Exception | None] = loop.create_future()  # when all answers have ended, or at an error
-        timer = self._until_first = loop.call_later(timeout_s, self._inbox.put, 0, TimeoutError())
+        timer = self._until_first = loop.call_later(timeout_s, self._end, TimeoutError())
         try:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
@@ -192,6 +152,7 @@ class Generation:
                 service.metrics.tokenize_seconds.observe(perf_counter() - self._start)
                 service.admission.spend(self._model, self.usage.prompt_tokens)
                 self._num_open = len(self._answers)
+                self._listen()
                 self._model.submit([answer.stream for answer in self._answers])
                 if (error := await self._over) is not None:
                     try:
@@ -208,11 +169,20 @@ class Generation:
             if isinstance(sys.exception(), Exception):
                 self._answers.clear()  # the error's frames refer to this request, and a stream refers to the error
 
+    def _listen(self) -> None:
+        """Makes the streams report to this request."""
+        delivery = self._delivery
+        for answer in self._answers:
+            stream = answer.stream
+            key = stream.key = delivery.key(partial(self._on_event, answer))
+            stream.on_token, stream.on_tokens, stream.on_pass = partial(delivery.add, key), delivery.add_each, delivery.wake
+            stream.future.add_done_callback(partial(delivery.add_last, key))
+
     def _close(self) -> None:
         """Cancels the answers that have not ended, and counts the computed tokens."""
         metrics = self._service.metrics
-        self._inbox.close()
         del self._take, self._over  # they refer to the caller and to an error, whose frames refer to this object
+        self._kept.clear()
         self._service.num_streams -= len(self._answers)
         for answer in self._answers:
             answer.stream.future.cancel()  # does nothing to a stream that has ended
@@ -236,11 +206,6 @@ class Generation:
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
-                take = partial(self._inbox.put, len(answers))
-                stream.on_token, stream.on_tokens = partial(self._delivery.add, take), self._delivery.add_each
-                stream.key = self._delivery.key(take)
-                stream.on_pass = self._delivery.wake
-                stream.future.add_done_callback(partial(self._inbox.ended, len(answers)))
                 writer = self._model.prompts.detokenizer(
                     prompt,
                     self._wanted.stop,
@@ -248,7 +213,7 @@ class Generation:
                     shown=self._wanted.shown,
                     include_stop=self._wanted.include_stop,
                 )
-                answers.append(_Answer(stream, writer))
+                answers.append(_Answer(len(answers), stream, writer))
         return answers
 
     def _sampling(self, num_tokens: int) -> SamplingOptions:
@@ -265,20 +230,25 @@ class Generation:
         most = min(self._wanted.sampling.max_tokens, context - num_tokens)
         return replace(self._wanted.sampling, max_tokens=most)
 
-    def _on_event(self, index: int, event: Token | Future[Answer] | TimeoutError) -> None:
-        """Gives the caller the delta of an event. Events after an answer's end are ignored.
+    def _on_event(self, answer: _Answer, event: Token | Future[Answer]) -> None:
+        """Gives the caller the delta of an event, or keeps the event. Events after an answer's end are ignored.
 
         Raises nothing, because the events of other requests follow in the same call of `Delivery`.
         """
-        if isinstance(event, TimeoutError):
-            return self._end(event)
-        answer = self._answers[index]
-        if answer.has_ended or self._over.done():
+        if self._is_held:
+            self._kept.append((answer, event))
+            return
+        if answer.has_ended:
             return
         try:
-            delta = self._delta(index, answer, event)
-            if isinstance(delta, Exception):
-                return self._end(delta)
+            if isinstance(event, Token):
+                delta = self._next(answer, event)
+            # Not `result()`: it would raise, and the error would refer to this frame, and so to itself.
+            elif (error := CancelledError() if event.cancelled() else event.exception()) is None:
+                delta = self._last(answer, event.result())
+            else:
+                assert isinstance(error, Exception), "an engine fails a stream with an Exception"
+                return self._end(error)
             if self._until_first is not None:
                 self._begin()
             self._take(delta)
@@ -290,25 +260,24 @@ class Generation:
             if not self._num_open:
                 self._end(None)
 
-    def _delta(self, index: int, answer: _Answer, event: Token | Future[Answer]) -> Delta | Exception:
-        """The delta of an answer's next event, or the answer's error."""
-        if isinstance(event, Token):
-            answer.num_tokens += 1
-            if self._account is not None:
-                self._account.add(self._model.info.served_model_name, 1)
-            text = answer.writer.push(event.id)
-            if answer.writer.stopped is None:
-                return Delta(index, text, event)
-            answer.stream.future.cancel()
-            return Delta(index, text, event, "stop", answer.writer.stopped)
-        # Not `result()`: it would raise, and the error would refer to this frame, and so to itself.
-        error = CancelledError() if event.cancelled() else event.exception()
-        if isinstance(error, Exception):
-            return error
-        result = event.result()
+    def _next(self, answer: _Answer, token: Token) -> Delta:
+        answer.num_tokens += 1
+        if self._account is not None:
+            self._account.add(self._model.info.served_model_name, 1)
+        writer = answer.writer
+        text = writer.push(token.id)
+        if writer.stopped is None:
+            return Delta(answer.index, text, token)
+        answer.stream.future.cancel()
+        return Delta(answer.index, text, token, "stop", writer.stopped)
+
+    def _last(self, answer: _Answer, result: Answer) -> Delta:
         if self._record is not None:
             self._record.queue_s = max(self._record.queue_s, result.queue_s)
-        return _last_delta(index, answer.writer, result)
+        text = answer.writer.finish()  # may complete a stop string
+        stopped = answer.writer.stopped
+        reason = result.finish_reason if stopped is None else "stop"
+        return Delta(answer.index, text, None, reason, stopped, result.end)
 
     def _begin(self) -> None:
         """Notes the first delta of the request."""
@@ -319,11 +288,8 @@ class Generation:
         self._until_first = None
 
     def _end(self, error: Exception | None) -> None:
+        """Makes `run` return, or raise the error. No delta comes after it."""
+        for answer in self._answers:
+            answer.has_ended = True
         if not self._over.done():
             self._over.set_result(error)
-
-
-def _last_delta(index: int, writer: Detokenizer, result: Answer) -> Delta:
-    text = writer.finish()  # may complete a stop string
-    stopped = writer.stopped
-    return Delta(index, text, None, result.finish_reason if stopped is None else "stop", stopped, result.end)

@@ -86,7 +86,7 @@ def _reasoning(text: str | None) -> dict[str, Any]:
 
 class ChatAnswers(Answers):
     id_prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    before_text, after_text = b',"delta":{"content":', b'},"logprobs":null,"finish_reason":null}]}'
+    text_field = b"delta"
     _body: ChatRequest
 
     def __init__(self, body: ChatRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
@@ -115,13 +115,16 @@ class ChatAnswers(Answers):
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
+    def _has_only_text(self, index: int) -> bool:
+        return self._reader(index).is_all_content
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._plain_chunk(index, {"content": text})
+
     def _delta_chunks(self, delta: Delta) -> list[bytes]:
-        if self._is_plain and delta.finish_reason is None and self._reader(delta.index).is_all_content:
-            return [self._text_chunk(delta.index, delta.text)] if delta.text else []
-        events = self._events(delta)
-        if self._is_plain and len(events) == 1 and isinstance(events[0], Content) and delta.finish_reason is None:
-            return [self._text_chunk(delta.index, events[0].text)]
-        parts = [part for event in events if (part := _part(event))]
+        parts = [part for event in self._events(delta) if (part := _part(event))]
+        if self._is_plain and delta.finish_reason is None:
+            return [self._plain_chunk(delta.index, part) for part in parts]
         if not parts and self._is_told(delta):
             parts = [{"content": ""} if delta.token else {}]
         choices = [{"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None} for part in parts]

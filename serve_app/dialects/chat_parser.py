@@ -85,6 +85,8 @@ class ChatParser:
         """Returns the events of new text. Text that may be a part of a tag is held back until the next call."""
         if not self._tags:
             return [Content(text)] if text else []
+        if "<" not in text and not (self._text or self._call or self._awaits_closer):  # the case of most texts
+            return self._section(text)
         self._text += text
         return list(self._events())
 
@@ -139,16 +141,17 @@ class ChatParser:
     def _begin_section(self, *, is_reasoning: bool) -> None:
         self.is_reasoning, self._is_blank, self._drops_space, self._space = is_reasoning, True, True, ""
 
-    def _section(self, text: str) -> Iterator[Event]:
+    def _section(self, text: str) -> list[Event]:
         """Adds text to the section, without whitespace that may be the section's end."""
         text = self._space + text
         body = text.rstrip()
         self._space = text[len(body) :]
-        if body:
-            if self._is_blank and self._drops_space:
-                body = body.lstrip()
-            self._is_blank = False
-            yield self._of_section(body)
+        if not body:
+            return []
+        if self._is_blank and self._drops_space:
+            body = body.lstrip()
+        self._is_blank = False
+        return [self._of_section(body)]
 
     def _of_section(self, text: str) -> Event:
         return Reasoning(text) if self.is_reasoning else Content(text)

@@ -12,7 +12,7 @@ from serve_app.dialects.generation_bodies import CompletionRequest
 
 class CompletionAnswers(Answers):
     id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-    before_text, after_text = b',"text":', b',"logprobs":null,"finish_reason":null}]}'
+    text_field = b"text"
 
     def __init__(self, body: CompletionRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
         super().__init__(body, model_name, prompts, generation)
@@ -29,9 +29,10 @@ class CompletionAnswers(Answers):
         text, told = self._echo(index), self._logprobs(index, self._echoed_tokens(index))
         return [{"index": index, "text": text, "logprobs": told, "finish_reason": None}] if text else []
 
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._plain_chunk(index, text)
+
     def _delta_chunks(self, delta: Delta) -> list[bytes]:
-        if self._is_plain and delta.text and delta.finish_reason is None:
-            return [self._text_chunk(delta.index, delta.text)]
         if not delta.text and not self._is_told(delta):
             return []
         told = self._logprobs(delta.index, _tokens([delta]))

@@ -24,9 +24,7 @@ class Answers(ABC):
     id_prefix: str
     object: str
     chunk_object: str
-    # The JSON around the text in a choice of a chunk.
-    before_text: bytes
-    after_text: bytes
+    text_field: bytes  # the field of a chunk's choice that has the new text
 
     def __init__(self, body: GenerationBody, model_name: str, prompts: Prompts, generation: Generation) -> None:
         self._body, self._prompts, self._generation = body, prompts, generation
@@ -37,8 +35,7 @@ class Answers(ABC):
         self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time()), "model": model_name}
         # Most chunks differ only in their text. Encoding the other fields once halves the cost of a token.
         self._is_plain = not self._has_logprobs and not self._usage_always
-        head = orjson.dumps(self._head | {"object": self.chunk_object})
-        self._text_head = head.removesuffix(b"}") + b',"choices":[{"index":'
+        self._plain_heads: dict[int, bytes] = {}  # by answer: the JSON before the text field's value
 
     async def whole(self) -> dict[str, Any]:
         """The response without `stream`. Raises: as `Generation.run`."""
@@ -52,15 +49,19 @@ class Answers(ABC):
 
         Raises: as `Generation.run`.
         """
-        has_begun: set[int] = set()
+        has_only_text: dict[int, bool] = {}
 
         def take(delta: Delta) -> None:
-            if delta.index not in has_begun:
-                has_begun.add(delta.index)
-                for first in self._first_choices(delta.index):
+            index = delta.index
+            if index not in has_only_text:
+                for first in self._first_choices(index):
                     write(self._chunk([first]))
-            for chunk in self._delta_chunks(delta):
-                write(chunk)
+                has_only_text[index] = self._is_plain and self._has_only_text(index)
+            if not has_only_text[index] or delta.finish_reason is not None:
+                for chunk in self._delta_chunks(delta):
+                    write(chunk)
+            elif delta.text:
+                write(self._text_chunk(index, delta.text))
 
         await self._generation.run(take)
         if self._usage_last:
@@ -74,9 +75,13 @@ class Answers(ABC):
         """As `Generation.release`."""
         self._generation.release()
 
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        """The chunk of a choice that has only text, for deltas that are `_is_plain`."""
-        return b"".join((self._text_head, b"%d" % index, self.before_text, orjson.dumps(text), self.after_text))
+    def _plain_chunk(self, index: int, value: Any) -> bytes:
+        """The chunk of a choice with this value of the text field and without an end, for deltas that are `_is_plain`."""
+        head = self._plain_heads.get(index)
+        if head is None:
+            head = orjson.dumps(self._head | {"object": self.chunk_object}).removesuffix(b"}")
+            head = self._plain_heads[index] = b'%b,"choices":[{"index":%d,"%b":' % (head, index, self.text_field)
+        return head + orjson.dumps(value) + b',"logprobs":null,"finish_reason":null}]}'
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         if usage is None:
@@ -126,6 +131,14 @@ class Answers(ABC):
     def _is_told(self, delta: Delta) -> bool:
         """Whether a delta has a chunk even if it adds no text."""
         return bool(delta.finish_reason) or (self._has_logprobs and delta.token is not None)
+
+    def _has_only_text(self, index: int) -> bool:
+        """Whether each delta of an answer, except the last, only adds its text to the choice."""
+        return True
+
+    @abstractmethod
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """The chunk of a delta that only adds text."""
 
     @abstractmethod
     def _delta_chunks(self, delta: Delta) -> list[bytes]:

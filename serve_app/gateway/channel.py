@@ -7,6 +7,7 @@ come in the meantime go into the next short call.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -20,7 +21,8 @@ from uuid import uuid4
 import numpy as np
 
 from engine.errors import EmberError
-from engine.schedule.stream import Answer, Stream, token_of
+from engine.schedule.cohort import Listener
+from engine.schedule.stream import Answer, Stream, Token, token_of
 from serve_app.gateway.remote import LOST, Lost, drop, in_background
 from serve_app.gateway.steps import Ended, NewStream, Steps
 
@@ -53,7 +55,7 @@ class Channel:
         """
         self.id = uuid4().hex
         self._steps, self._change, self._is_heard, self._on_close = steps, change, is_heard, on_close
-        self._streams: dict[int, tuple[Stream, asyncio.Future[None]]] = {}
+        self._streams: dict[int, tuple[Stream, list[Token], asyncio.Future[None]]] = {}  # with the stream's answer
         self._on_begun: dict[int, Callable[[int | None], None]] = {}  # for streams without a token from this replica
         self._numbers = count()
         self._begun: list[NewStream] = []
@@ -72,7 +74,7 @@ class Channel:
         Raises: one of LOST. `stream.answer` then has all tokens that came before.
         """
         number, over = next(self._numbers), self._loop.create_future()
-        self._streams[number], self._on_begun[number] = (stream, over), on_begun
+        self._streams[number], self._on_begun[number] = (stream, stream.answer, over), on_begun
         options = replace(stream.options, seed=stream.seed)
         left_s = inf if stream.deadline == inf else stream.deadline - perf_counter()
         answered = np.array([token.id for token in stream.answer], dtype=np.int32)
@@ -96,7 +98,7 @@ class Channel:
             self._over(number)
 
     def _over(self, number: int, error: Exception | None = None) -> None:
-        _, over = self._streams.pop(number)
+        _, _, over = self._streams.pop(number)
         self._on_begun.pop(number, None)
         self._used_at = self._loop.time()
         if over.done():  # the caller has left
@@ -161,34 +163,47 @@ class Channel:
         return not self._is_heard() and self._loop.time() - self._heard_at > SILENT_S
 
     def _take(self, steps: Steps) -> None:
-        streams, logprobs, on_passes = self._streams, steps.logprobs, set[Callable[[], None]]()
+        streams = self._streams
         for number, num_cached_tokens in steps.cached.items():
             if number in streams:
                 streams[number][0].num_cached_tokens = num_cached_tokens
         for number, scores in steps.scores.items():
             if number in streams:
                 streams[number][0].scores = scores
-        pairs = zip(steps.numbers.tolist(), steps.token_ids.tolist(), strict=True)
-        for place, (number, token_id) in enumerate(pairs):
-            if number not in streams:  # the caller has left
-                continue
-            stream = streams[number][0]
-            token = logprobs.get(place) or token_of(token_id)
-            stream.answer.append(token)
-            if (on_begun := self._on_begun.pop(number, None)) is not None:
-                on_begun(steps.cached.get(number))
-            if stream.on_token is not None:
-                stream.on_token(token)
-            if stream.on_pass is not None:
-                on_passes.add(stream.on_pass)
+        on_passes = self._take_tokens(steps)
         for number, end in steps.ends.items():
             if number in streams:
                 self._end(number, end)
         for on_pass in on_passes:
             on_pass()
 
+    def _take_tokens(self, steps: Steps) -> set[Callable[[], None]]:
+        """Gives the streams their tokens. Returns: each distinct `Stream.on_pass`."""
+        find, logprobs, on_begun, on_passes = self._streams.get, steps.logprobs, self._on_begun, set[Callable[[], None]]()
+        heard: dict[Listener, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+        for place, (number, token_id) in enumerate(zip(steps.numbers.tolist(), steps.token_ids.tolist(), strict=True)):
+            found = find(number)
+            if found is None:  # the caller has left
+                continue
+            stream, answer, _ = found
+            token = (logprobs and logprobs.get(place)) or token_of(token_id)
+            answer.append(token)
+            if on_begun and number in on_begun:
+                on_begun.pop(number)(steps.cached.get(number))
+            if stream.on_tokens is not None and not logprobs:
+                keys, token_ids = heard[stream.on_tokens]
+                keys.append(stream.key)
+                token_ids.append(token_id)
+            elif stream.on_token is not None:
+                stream.on_token(token)
+            if stream.on_pass is not None:
+                on_passes.add(stream.on_pass)
+        for listener, (keys, token_ids) in heard.items():
+            listener(np.array(keys, np.int32), np.array(token_ids, np.int32))
+        return on_passes
+
     def _end(self, number: int, end: Ended) -> None:
-        stream, _ = self._streams[number]
+        stream, _, _ = self._streams[number]
         if isinstance(end, LOST):
             return self._over(number, end)
         self._over(number)

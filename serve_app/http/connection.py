@@ -1,7 +1,6 @@
 """Calls to a client's connection that ASGI does not have: one closes it at once, one sends without a coroutine."""
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -19,22 +18,32 @@ async def abort(receive: Receive) -> None:
         await asyncio.sleep(0)  # lets uvicorn notice the end, so that it does not log an incomplete answer
 
 
-def direct_write(receive: Receive) -> Callable[[bytes], bool] | None:
-    """A function that sends a part of a chunked response's body, after the response's head.
+class DirectWriter:
+    """Sends parts of a chunked response's body, after the response's head. ASGI's `send` would need a coroutine for each.
 
-    The function returns False, and sends nothing, if the buffer is full or the client has left. ASGI's `send` would wait.
-    Returns: None if `receive` is not itself a method of uvicorn. Inside Ray Serve's proxy, earlier parts of the body may still
-        wait in a queue of `send`.
+    Attributes:
+        has_written: whether a part was sent since the caller last set this to False.
     """
-    cycle = getattr(receive, "__self__", None)
-    if not isinstance(cycle, RequestResponseCycle):
-        return None
-    flow, transport = cycle.flow, cycle.transport
 
-    def write(body: bytes) -> bool:
-        if flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+    __slots__ = ("_cycle", "_flow", "_transport", "has_written")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._transport, self.has_written = cycle, cycle.flow, cycle.transport, False
+
+    @classmethod
+    def of(cls, receive: Receive) -> "DirectWriter | None":
+        """The writer of a response whose head was sent.
+
+        Returns: None if the body is not in chunks, and if `receive` is not itself a method of uvicorn. Inside Ray Serve's proxy,
+            earlier parts of the body may still wait in a queue of `send`.
+        """
+        cycle = getattr(receive, "__self__", None)
+        return cls(cycle) if isinstance(cycle, RequestResponseCycle) and cycle.chunked_encoding else None
+
+    def write(self, body: bytes) -> bool:
+        """Sends a part. Returns False, and sends nothing, if the buffer is full or the client has left."""
+        if self._flow.write_paused or self._cycle.disconnected:
             return False
-        transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self.has_written = True
         return True
-
-    return write

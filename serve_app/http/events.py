@@ -12,13 +12,14 @@ from cluster.error_forms import Form, error_body
 from engine.errors import EmberError
 from serve_app.compute.service import Service
 from serve_app.errors import ApiError, describe
-from serve_app.http.connection import abort, direct_write
+from serve_app.http.connection import DirectWriter, abort
 from serve_app.http.encode import to_json
 
 log = logging.getLogger(__name__)
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
-# Seconds without an event after which a stream sends a comment. Proxies close a connection without data after about a minute.
+# Seconds without an event after which a stream sends a comment; it may be half as much more. Proxies close a connection without
+# data after about a minute.
 _KEEP_ALIVE_S = 15.0
 # Events that are sent together, at most: a slow client has `send_timeout_s` for each part.
 _EVENTS_AT_ONCE = 64
@@ -52,7 +53,7 @@ class EventStream(StreamingResponse):
     def __init__(self, service: Service, form: Form, events: Events, headers: Mapping[str, str]) -> None:
         super().__init__((), headers={**_HEADERS, **headers})
         self._service, self._form, self._events = service, form, events
-        self._client: _Client | None = None  # None while events wait for `_send_events`
+        self._writer: DirectWriter | None = None  # None while events wait for `_send_events`
         self._unsent: list[bytes] = []
         self._has_news = asyncio.Event()  # there are unsent events, or no more events come
         self._computing = asyncio.create_task(events.stream(self._write))
@@ -76,7 +77,7 @@ class EventStream(StreamingResponse):
         Starlette's own method would end a response with a task group, whose objects only a collection of garbage frees.
         """
         client = _Client(receive, send, self._service.settings.send_timeout_s)
-        sending, leaving = asyncio.create_task(self._send_events(client)), asyncio.create_task(_left(receive))
+        sending, leaving = asyncio.create_task(self._send_events(client)), asyncio.create_task(client.left())
         try:
             await client.watch(sending, leaving)
         except TimeoutError:
@@ -106,10 +107,10 @@ class EventStream(StreamingResponse):
 
     def _write(self, content: bytes) -> None:
         event = b"data: %b\n\n" % content
-        if self._client is not None:
-            if self._client.write(event):
+        if self._writer is not None:
+            if self._writer.write(event):
                 return
-            self._client = None
+            self._writer = None
         self._unsent.append(event)
         if len(self._unsent) == _EVENTS_AT_ONCE:
             self._events.hold()
@@ -118,6 +119,7 @@ class EventStream(StreamingResponse):
     async def _send_events(self, client: "_Client") -> None:
         """Sends the response's head, the events that wait, and its end."""
         await client.send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        client.writer = DirectWriter.of(client.receive)
         while True:
             await self._has_news.wait()
             self._has_news.clear()
@@ -127,7 +129,7 @@ class EventStream(StreamingResponse):
                 self._events.release()
             if self._computing.done():
                 break
-            self._client = client
+            self._writer = client.writer
         self._was_sent = True
         await client.send({"type": "http.response.body", "body": self._last_events(), "more_body": False})
 
@@ -154,17 +156,12 @@ class EventStream(StreamingResponse):
         return b"data: " + content + b"\n\n"
 
 
-async def _left(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 class _Client:
     """The connection to the client. A send ends when the connection's buffer has space: uvicorn's buffer holds 64 KiB."""
 
     def __init__(self, receive: Receive, send: Send, timeout_s: float) -> None:
-        self._write, self._send, self._timeout_s = direct_write(receive), send, timeout_s
+        self.receive, self._send, self._timeout_s = receive, send, timeout_s
+        self.writer: DirectWriter | None = None  # None before the response's head
         self._time = asyncio.get_running_loop().time
         self._is_sending, self._since = False, self._time()  # the time at which the last send or comment began
 
@@ -173,10 +170,10 @@ class _Client:
         await self._send(message)
         self._is_sending = False
 
-    def write(self, body: bytes) -> bool:
-        """Sends a part of the body at once, and returns True. Returns False if only `send` can send it."""
-        self._since = self._time()
-        return self._write is not None and self._write(body)
+    async def left(self) -> None:
+        """Returns when the client has left."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
 
     async def watch(self, sending: "asyncio.Task[None]", leaving: "asyncio.Task[None]") -> None:
         """Sends comments until `sending` or `leaving` has ended. A timer for each send would cost more.
@@ -185,10 +182,12 @@ class _Client:
         """
         tasks = {sending, leaving}
         while not (sending.done() or leaving.done()):
+            if self.writer is not None and self.writer.has_written:
+                self._since, self.writer.has_written = self._time(), False
             most = self._timeout_s if self._is_sending else _KEEP_ALIVE_S
             left = self._since + most - self._time()
             if left > 0:
-                most = min(left, _KEEP_ALIVE_S)  # a send may end or begin in the meantime
+                most = min(left, _KEEP_ALIVE_S / 2)  # a send or a write may come in the meantime
                 await asyncio.wait(tasks, timeout=most, return_when=asyncio.FIRST_COMPLETED)
             elif self._is_sending:
                 raise TimeoutError

@@ -66,6 +66,7 @@ GENERATOR: dict[str, tuple[str, bytes, dict[str, str]]] = {
     "a temperature that is none": ("/v1/completions", b'{"prompt": "a", "temperature": -1}', {}),
     "stop strings that are none": ("/v1/completions", b'{"prompt": "a", "stop": [""]}', {}),
     "a prompt over the context": ("/v1/completions", b'{"prompt": "' + b"a" * 300 + b'"}', {}),
+    "a second prompt over the context": ("/v1/completions", b'{"prompt": ["a", "' + b"a" * 300 + b'"]}', {}),
     "no messages": ("/v1/chat/completions", b'{"messages": []}', {}),
     "a role that is none": ("/v1/chat/completions", b'{"messages": [{"role": 5, "content": "a"}]}', {}),
     "a grammar that is none": ("/v1/completions", b'{"prompt": "a", "guided_regex": "("}', {}),
@@ -145,8 +146,15 @@ def test_an_embedder(what: str, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("what", GENERATOR)
 def test_a_generator(what: str, tmp_path: Path) -> None:
-    app = Api(FakeBackend(FakeGenerator(tmp_path, "answer")), Settings(), Metrics("fake")).app
-    assert _left(app, *GENERATOR[what]) == {}
+    """No receiver of events stays, either."""
+    api = Api(FakeBackend(FakeGenerator(tmp_path, "answer")), Settings(), Metrics("fake"))
+
+    async def ask() -> None:
+        await _post(api.app, *GENERATOR[what])
+        await asyncio.sleep(0.01)
+        assert api.service.delivery._takes == {}
+
+    assert _left_by(ask) == {}
 
 
 def test_a_client_that_leaves_its_stream(tmp_path: Path) -> None:
