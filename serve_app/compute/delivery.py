@@ -23,7 +23,7 @@ class Delivery:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # Events, and lists of keys with their tokens. Appending and taking are atomic, so no lock is needed.
+        # An event with its key, or an array of keys with one of token ids. Appending and taking are atomic, so no lock is needed.
         self._events: deque[tuple[int, Any] | tuple[NDArray[np.int32], NDArray[np.int32]]] = deque()
         self._is_waking = False
         self._takes: dict[int, Callable[[Any], None]] = {}

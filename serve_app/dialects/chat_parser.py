@@ -85,7 +85,8 @@ class ChatParser:
         """Returns the events of new text. Text that may be a part of a tag is held back until the next call."""
         if not self._tags:
             return [Content(text)] if text else []
-        if "<" not in text and not (self._text or self._call or self._awaits_closer):  # the case of most texts
+        # The case of most texts. Every tag begins with "<".
+        if "<" not in text and not self._text and self._call is None and not self._awaits_closer:
             return self._section(text)
         self._text += text
         return list(self._events())

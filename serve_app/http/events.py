@@ -182,7 +182,7 @@ class _Client:
         """
         tasks = {sending, leaving}
         while not (sending.done() or leaving.done()):
-            if self.writer is not None and self.writer.has_written:
+            if self.writer is not None and self.writer.has_written and not self._is_sending:
                 self._since, self.writer.has_written = self._time(), False
             most = self._timeout_s if self._is_sending else _KEEP_ALIVE_S
             left = self._since + most - self._time()

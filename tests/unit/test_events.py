@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -19,14 +19,18 @@ from fake_models import FakeBackend
 
 from engine import Engine
 from engine.loop import EngineLoop
+from engine.options import SamplingOptions
 from engine.text.detokenizer import Detokenizer
+from serve_app.admission.qos import DEFAULT_QOS
+from serve_app.compute.generation import Delta, Generation, Wanted
 from serve_app.dialects.completion_answers import CompletionAnswers
 from serve_app.dialects.handler import Reply
 from serve_app.dialects.tei_bodies import TokenizeRequest
+from serve_app.errors import DeadlineExceeded
 from serve_app.http import app as http_app
 from serve_app.http import events, routes
 from serve_app.http.app import Api
-from serve_app.models import ModelInfo
+from serve_app.models import GeneratingModel, ModelInfo
 from serve_app.observe.metrics import Metrics
 from serve_app.replica.local import LocalGenerator
 from serve_app.settings import Settings
@@ -222,6 +226,27 @@ def test_a_bug_in_a_delta_ends_its_own_stream(
     assert b"secret" not in one
     assert caplog.messages == ["a stream failed"]
     assert all(stream.future.done() for stream in model.streams)
+
+
+def test_a_deadline_ends_an_answer_whose_reader_is_slow(tmp_path: Path) -> None:
+    """The tokens that wait for the reader do not delay the end."""
+    service = Api(FakeBackend(FakeGenerator(tmp_path, "x", held=True)), Settings(), Metrics("fake")).service
+
+    async def scenario() -> int:
+        wanted = Wanted(1, 8, lambda _: [np.array([1, 2], dtype=np.int32)], SamplingOptions(max_tokens=190))
+        model = cast(GeneratingModel, service.backend.get(None))
+        generation = Generation(service, model, wanted, replace(DEFAULT_QOS, deadline_s=0.05))
+        deltas = list[Delta]()
+
+        def take(delta: Delta) -> None:
+            deltas.append(delta)
+            generation.hold()
+
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(generation.run(take), 10)
+        return len(deltas)
+
+    assert asyncio.run(scenario()) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
