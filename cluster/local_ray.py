@@ -17,6 +17,8 @@ import psutil
 from cluster import haproxy, logs, ray_hooks
 from cluster.driver_path import job_config
 
+log = logging.getLogger(__name__)
+
 # Variables that every node must have before Ray is imported and before a node starts, because Ray reads them then.
 SERVE_ENV = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -184,25 +186,48 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
         environment = serve_environment(Path(state)) | ports | _ALONE_ENV | logs.share_stderr()
         set_environment(environment | haproxy.environment(max_concurrent_requests, host))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
-        import ray
-        import ray.serve
+        import ray.serve  # noqa: F401 - the import sets the level of its logger
 
         ray_hooks.check(environment)
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing ray.serve sets it to INFO
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         logs.set_up_ray()
         try:
-            ray.init(
-                job_config=job_config(),
-                address="local",  # otherwise this process would join a Ray that already runs here
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                object_store_memory=256 << 20,
-            )
+            _start(num_cpus)
             yield
         finally:
             _stop(psutil.Process())
+
+
+def _start(num_cpus: int) -> None:
+    """Starts Ray. On a busy machine it starts once more.
+
+    A node of Ray gives up if its agents, which are Python processes, need more than 15 s for their imports
+    (ray-project/ray#65983). No option changes this limit. The second time, the files are in the page cache.
+    """
+    import ray
+
+    me = psutil.Process()
+    others = set(me.children(recursive=True))
+
+    def start() -> None:
+        ray.init(
+            job_config=job_config(),
+            address="local",  # otherwise this process would join a Ray that already runs here
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=256 << 20,
+        )
+
+    try:
+        start()
+    except Exception as error:  # Ray raises no class of its own
+        if "timed out during startup" not in str(error):
+            raise
+        log.warning("Ray did not start in time, because the machine is busy; starting once more")
+        _end(set(me.children(recursive=True)) - others)
+        start()
 
 
 def _stop(me: psutil.Process) -> None:
@@ -222,13 +247,16 @@ def _stop(me: psutil.Process) -> None:
             if _within(DRAIN_S + _SERVE_STOP_S, _finish_requests, own) and _within(_SERVE_STOP_S, serve.shutdown, own):
                 ours |= set(me.children(recursive=True))
                 _within(_RAY_STOP_S, ray.shutdown)
-    ours |= set(me.children(recursive=True))
+    _end(ours | set(me.children(recursive=True)))
+
+
+def _end(processes: set[psutil.Process]) -> None:
     for signal_name in ("terminate", "kill"):
-        for process in ours:
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
                 getattr(process, signal_name)()
-        _, alive = psutil.wait_procs(ours, timeout=1)
-        ours = set(alive)
+        _, alive = psutil.wait_procs(processes, timeout=1)
+        processes = set(alive)
 
 
 def _finish_requests() -> None:

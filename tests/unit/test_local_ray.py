@@ -24,6 +24,32 @@ def span(ports: dict[str, str]) -> set[int]:
     return set(range(first, last + 1))
 
 
+@pytest.mark.parametrize(("said", "most"), [("The current node timed out during startup.", 2), ("no memory", 1)])
+def test_ray_starts_once_more_if_the_machine_was_busy(monkeypatch: pytest.MonkeyPatch, said: str, most: int) -> None:
+    """The processes of the first start are ended. Other errors are raised at once."""
+    started = list[subprocess.Popen[bytes]]()
+
+    def init(**_: object) -> None:
+        started.append(subprocess.Popen(["sleep", "60"]))
+        if len(started) == 1:
+            raise Exception(said)
+
+    monkeypatch.setattr(ray, "init", init)
+    try:
+        if most == 1:
+            with pytest.raises(Exception, match=said):
+                local_ray._start(2)
+        else:
+            local_ray._start(2)
+            assert started[0].poll() is not None
+        assert len(started) == most
+        assert started[-1].poll() is None
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
 def test_each_ray_has_grpc_ports_of_its_own_for_as_long_as_it_runs() -> None:
     with grpc_ports() as one:
         with grpc_ports() as other:
