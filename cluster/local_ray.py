@@ -186,7 +186,7 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
         environment = serve_environment(Path(state)) | ports | _ALONE_ENV | logs.share_stderr()
         set_environment(environment | haproxy.environment(max_concurrent_requests, host))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
-        import ray.serve  # noqa: F401 - the import sets the level of its logger
+        import ray.serve  # noqa: F401 - the import sets its logger to INFO
 
         ray_hooks.check(environment)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -201,8 +201,8 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
 def _start(num_cpus: int) -> None:
     """Starts Ray. On a busy machine it starts once more.
 
-    A node of Ray gives up if its agents, which are Python processes, need more than 15 s for their imports
-    (ray-project/ray#65983). No option changes this limit. The second time, the files are in the page cache.
+    A node of Ray gives up if its agents need more than 15 s to report their ports (ray-project/ray#65983). Agents are Python
+    processes with many imports. No option changes the limit. The second time, the imported files are in the page cache.
     """
     import ray
 
@@ -225,7 +225,7 @@ def _start(num_cpus: int) -> None:
     except Exception as error:  # Ray raises no class of its own
         if "timed out during startup" not in str(error):
             raise
-        log.warning("Ray did not start in time, because the machine is busy; starting once more")
+        log.warning("Ray did not start in time, perhaps because the machine is busy; starting once more")
         _end(set(me.children(recursive=True)) - others)
         start()
 
@@ -251,6 +251,7 @@ def _stop(me: psutil.Process) -> None:
 
 
 def _end(processes: set[psutil.Process]) -> None:
+    """Terminates the processes. Kills those that still run after a second."""
     for signal_name in ("terminate", "kill"):
         for process in processes:
             with suppress(psutil.NoSuchProcess):

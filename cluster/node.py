@@ -217,7 +217,7 @@ def _launch(
     try:
         try:
             session = _run_ray(arguments, {**environ, MARK: started.id}, address)
-        except _Unexplained as error:  # on a busy machine: see `_start` in cluster/local_ray.py
+        except _Unexplained as error:  # A busy machine may cause it: see `_start` in cluster/local_ray.py.
             log.warning("%s; starting once more", error)
             end(started)
             session = _run_ray(arguments, {**environ, MARK: started.id}, address)

@@ -39,6 +39,7 @@ HOOKS = (
     Hook("ray.serve._private.haproxy", "HAProxyManager.__ray_metadata__.modified_class", "cluster/haproxy_manager.py"),
     Hook("ray.serve._private.haproxy", "", "cluster/haproxy_manager.py", text="self.event_loop = get_or_create_event_loop()"),
     Hook("ray.serve", "delete", "cluster/local_ray.py", takes="_blocking"),
+    Hook("ray._private.node", "", "cluster/local_ray.py", text="timed out during startup"),
     Hook("ray._private.state", "available_resources_per_node", "cluster/node_live.py"),
     Hook("ray._private.state", "GlobalState._initialize_global_state", "cluster/node_head.py"),
     Hook("ray._private.state", "GlobalState.node_table", "cluster/node_head.py"),

@@ -13,7 +13,7 @@ from serve_app.grpc import tei_pb2 as tei
 
 Kind = Literal["body", "raw", "grpc", "grpc bytes"]
 
-# Longer than the server's own timeout. On two slow and busy cores an answer of 23 tokens took 32 s.
+# A client waits longer than the server's own timeout. On two slow and busy cores an answer of 23 tokens took 32 s.
 _PATIENCE_S = 120.0
 
 

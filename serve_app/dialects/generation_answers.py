@@ -57,11 +57,12 @@ class Answers(ABC):
                 for first in self._first_choices(index):
                     write(self._chunk([first]))
                 has_only_text[index] = self._is_plain and self._has_only_text(index)
-            if not has_only_text[index] or delta.finish_reason is not None:
+            if has_only_text[index] and delta.finish_reason is None:
+                if delta.text:
+                    write(self._text_chunk(index, delta.text))
+            else:
                 for chunk in self._delta_chunks(delta):
                     write(chunk)
-            elif delta.text:
-                write(self._text_chunk(index, delta.text))
 
         await self._generation.run(take)
         if self._usage_last:

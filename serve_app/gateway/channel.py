@@ -186,11 +186,11 @@ class Channel:
             if found is None:  # the caller has left
                 continue
             stream, answer, _ = found
-            token = (logprobs and logprobs.get(place)) or token_of(token_id)
+            token = logprobs.get(place) or token_of(token_id)
             answer.append(token)
-            if on_begun and number in on_begun:
+            if number in on_begun:
                 on_begun.pop(number)(steps.cached.get(number))
-            if stream.on_tokens is not None and not logprobs:
+            if stream.on_tokens is not None and not logprobs:  # `on_tokens` gets only ids
                 keys, token_ids = heard[stream.on_tokens]
                 keys.append(stream.key)
                 token_ids.append(token_id)

@@ -18,8 +18,8 @@ from serve_app.http.encode import to_json
 log = logging.getLogger(__name__)
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the second one is for nginx
-# Seconds without an event after which a stream sends a comment; it may be half as much more. Proxies close a connection without
-# data after about a minute.
+# A stream sends a comment after this many seconds without an event, or after up to one and a half times as many. Proxies close a
+# connection without data after about a minute.
 _KEEP_ALIVE_S = 15.0
 # Events that are sent together, at most: a slow client has `send_timeout_s` for each part.
 _EVENTS_AT_ONCE = 64

@@ -151,10 +151,10 @@ class _Joining:
                 self._head = data
                 return
         elif self._size + len(data) <= _MOST_WAITING:
-            if not self._size:
-                self._waiting.add(self)
             self._chunks.append(data)
             self._size += len(data)
+            if len(self._chunks) == 1:
+                self._waiting.add(self)
             return
         self.flush()
         self._transport.write(data)
