@@ -76,6 +76,11 @@ class Waiting(ABC):
     def num_inputs(self) -> int:
         """Sequences that no pass has taken."""
 
+    @property
+    def num_next_tokens(self) -> int:
+        """Tokens that no pass has taken, of the sequence that is next."""
+        return self.num_tokens
+
     @abstractmethod
     def refusal(self) -> InvalidInput | None:
         """The error for a request that can never be computed. None for any other request."""
@@ -147,6 +152,11 @@ class Request(Waiting):
     @property
     def num_inputs(self) -> int:
         return len(self.sequences) - self.num_scheduled
+
+    @property
+    def num_next_tokens(self) -> int:
+        first, bounds = self.num_scheduled, self.sequences.bounds
+        return bounds[first + 1] - bounds[first] - self.num_computed
 
     @property
     def is_scheduled(self) -> bool:

@@ -66,6 +66,7 @@ class Scheduler:
         self._launch_s, self._scheduled_at = 0.0, 0.0
         self._alone: deque[Slice] = deque()  # slices to compute again, each in a pass of its own
         self._was_alone = False
+        self._num_decoding = 0  # tokens of streams in the pass that was scheduled last
 
     @property
     def num_in_flight(self) -> int:
@@ -185,7 +186,10 @@ class Scheduler:
         if self.streams is not None:
             slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
         # All slices so far are of streams that decode. Each token counts as one sequence, also in a cohort's slice.
-        slices = self.queue.schedule(now, slices, sum(part.stop - part.start for part in slices))
+        num_decoding = sum(part.stop - part.start for part in slices)
+        # Streams that wait for each token of theirs, as with a grammar, are in every other pass.
+        before, self._num_decoding = self._num_decoding if self._in_flight else 0, num_decoding
+        slices = self.queue.schedule(now, slices, num_decoding, num_decoding or before)
         if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
             slices = self._schedule_streams(self.streams)
         if self.streams is not None and self._runs_ahead:

@@ -1,4 +1,4 @@
-"""Passes of streams: how far ahead they are queued."""
+"""Passes of streams: how far ahead they are queued, and how many prompts join them."""
 
 import threading
 
@@ -10,14 +10,16 @@ from engine.run.kv_cache import PAGE_SIZE
 from engine.schedule.pages import Pages
 from engine.schedule.queue import MOST_SEQS
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.stream import Stream
+from engine.schedule.stream import Stream, Token
 
 BUDGET = 8192
 
 
-def scheduler(num_streams: int, step_s: float) -> Scheduler:
+def scheduler(num_streams: int = 0, step_s: float = 0.002) -> Scheduler:
     """A scheduler with streams whose prompts are computed. Its measured rate is `step_s` seconds for a step."""
     made = Scheduler(BUDGET, MOST_SEQS, 3, threading.RLock(), Pages(2000, PAGE_SIZE), cohort_size=64)
+    if not num_streams:
+        return made
     for seed in range(num_streams):
         made.add(Stream(np.arange(10, dtype=np.int32), SamplingOptions(500, 0.0), seed))
     one_pass(made, 0.0)
@@ -33,6 +35,18 @@ def one_pass(made: Scheduler, now: float) -> int:
     made.started(num_tokens, now)
     made.launched(now)
     return num_tokens
+
+
+def prompt(length: int, max_tokens: int = 9) -> Stream:
+    return Stream(np.arange(length, dtype=np.int32), SamplingOptions(max_tokens, 0.0), 0)
+
+
+def prompts_of(made: Scheduler, now: float = 10.0) -> list[int]:
+    """Schedules and launches a pass. Returns: the tokens of each prompt in it."""
+    slices = made.schedule(now)
+    made.started(sum(part.stop - part.start for part in slices), now)
+    made.launched(now)
+    return [part.stop for part in slices if isinstance(part.request, Stream) and part.stop - part.start > 1]
 
 
 def test_short_steps_are_queued_ahead() -> None:
@@ -63,3 +77,55 @@ def test_a_full_pass_of_prompts_does_not_wait_behind_two_others() -> None:
     wait_s = made.wait_s(10.0)
     assert wait_s is not None
     assert wait_s > 0
+
+
+def test_short_prompts_join_passes_of_streams_one_after_the_other() -> None:
+    made = scheduler(20)
+    for _ in range(3):
+        made.add(prompt(100))
+    assert [prompts_of(made) for _ in range(3)] == [[100]] * 3
+
+
+def test_half_of_many_prompts_joins_a_pass_of_streams() -> None:
+    made = scheduler(20)
+    for _ in range(16):
+        made.add(prompt(100))
+    assert [len(prompts_of(made)) for _ in range(5)] == [8, 4, 2, 1, 1]
+
+
+def test_a_long_prompt_joins_a_pass_of_streams_as_a_whole() -> None:
+    made = scheduler(20)
+    made.add(prompt(5000))
+    for _ in range(2):
+        made.add(prompt(100))
+    assert prompts_of(made) == [100, 100, 5000]
+
+
+def test_beside_many_streams_as_many_tokens_of_prompts_join() -> None:
+    made = scheduler(200)
+    for _ in range(3):
+        made.add(prompt(90))
+    assert [prompts_of(made) for _ in range(2)] == [[90, 90], [90]]
+
+
+def test_without_streams_all_prompts_join_one_pass() -> None:
+    made = scheduler()
+    for _ in range(16):
+        made.add(prompt(100))
+    assert prompts_of(made) == [100] * 16
+
+
+def test_prompts_of_passes_between_those_of_streams_do_not_join_each_other_either() -> None:
+    """Streams with a penalty have a token in every other pass, because the host must know the last one."""
+    made = scheduler()
+    for _ in range(4):
+        made.add(Stream(np.arange(10, dtype=np.int32), SamplingOptions(500, 0.0, presence_penalty=1.0), 0))
+    first = made.schedule(10.0)
+    made.started(40, 10.0)
+    made.ended(40, 10.1)
+    for part in first:
+        part.request.take(part, Token(5))
+    made.advance([part.request for part in first])
+    for _ in range(3):
+        made.add(prompt(100))
+    assert [prompts_of(made) for _ in range(2)] == [[100]] * 2
