@@ -12,9 +12,6 @@ the cache do not count, so the next message of a long chat is a short request.
 Large requests of an owner are computed one after the other, in the order in which they would end with equal shares (`shares.py`).
 
 If the next sequence does not fit into a pass, no shorter sequence overtakes it. So long sequences do not starve.
-
-Streams that decode wait for the prompts of their pass. So prompts that wait together do not all join one pass beside streams
-(`most_beside`).
 """
 
 from bisect import bisect_right
@@ -40,8 +37,6 @@ SHARE = 4
 MOST_SEQS = 1024
 # The most sequences of large requests in a pass beside small requests.
 MOST_LARGE_SEQS = 256
-# A pass beside streams that decode may have prompts of this many tokens together.
-LEAST_BESIDE = 128
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
 # of them are removed at once.
 _MOST_OVER = 64
@@ -114,13 +109,16 @@ class Queue:
         ahead = queue.tokens_ahead(request)
         return ahead if queue is self.interactive else ahead + self.interactive.num_tokens
 
-    def schedule(self, now: float, slices: list[Slice] | None = None, num_seqs: int = 0, num_decoding: int = 0) -> list[Slice]:
+    def schedule(
+        self, now: float, slices: list[Slice] | None = None, num_seqs: int = 0, most: float = inf, most_together: float = inf
+    ) -> list[Slice]:
         """Take the slices of the next pass; none if nothing waits. Late requests fail with DeadlinePassed.
 
         Args:
             slices: the slices that the pass already has. The result begins with them.
             num_seqs: the number of sequences of these slices.
-            num_decoding: the number of streams that wait for their next tokens from this pass or from a pass under way.
+            most: the most tokens that the queue adds.
+            most_together: the most tokens of several sequences that the queue adds. One longer sequence may join them.
         """
         if now >= self._first_deadline:
             self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
@@ -130,8 +128,8 @@ class Queue:
         slices = [] if slices is None else slices
         taken = sum(part.stop - part.start for part in slices)
         most_large = min(self._max_batch_seqs, MOST_LARGE_SEQS) if self.spares_small else self._max_batch_seqs
-        beside = most_beside(num_decoding, self.num_tokens) if num_decoding else inf
-        room = _Room(self.max_batch_tokens - taken, self._max_batch_seqs - num_seqs, most_large, beside)
+        num_tokens = int(min(self.max_batch_tokens - taken, most))
+        room = _Room(num_tokens, self._max_batch_seqs - num_seqs, most_large, most_together)
         for queue in order:
             room = queue.schedule(slices, room, now)
         return slices
@@ -141,29 +139,18 @@ class Queue:
         return [*self.interactive.drain(), *self.batch.drain()]
 
 
-def most_beside(num_decoding: int, num_waiting: int) -> int:
-    """The most tokens of several prompts in a pass beside this many streams that decode (docs/decisions/073).
-
-    A prompt that is longer than all others together may have more, so no prompt is cut or waits because of this number.
-
-    Args:
-        num_waiting: tokens of all prompts that wait.
-    """
-    return max(LEAST_BESIDE, num_decoding, num_waiting // 2)
-
-
 class _Room(NamedTuple):
     """What a pass can still take."""
 
     tokens: int
     seqs: int
     large_seqs: int  # of large requests
-    beside: float  # the most tokens of several sequences beside streams; `inf` without streams
-    num_taken: int = 0  # tokens of the sequences that the pass has so far
+    together: float  # the most tokens of several sequences
+    num_taken: int = 0  # tokens of the sequences that the queue has added
 
     def may_join(self, num_tokens: int) -> bool:
-        """Whether a sequence with this many tokens left may join. A sequence that alone has more than `beside` always may."""
-        return self.num_taken + num_tokens <= self.beside or num_tokens > self.beside
+        """Whether a sequence with this many tokens left may join. A sequence that alone has more than `together` always may."""
+        return self.num_taken + num_tokens <= self.together or num_tokens > self.together
 
 
 @dataclass(eq=False, slots=True)
@@ -409,7 +396,7 @@ class _Priority:
                 self._order.rotate(-1)
         num_large = part.num_seqs if is_large else 0
         left = room.tokens - length, room.seqs - part.num_seqs, room.large_seqs - num_large
-        return _Room(*left, room.beside, room.num_taken + length), True
+        return _Room(*left, room.together, room.num_taken + length), True
 
     def _count(self, line: _Line, request: Waiting, num_tokens: int) -> None:
         """Subtract tokens of the request that no longer wait."""

@@ -27,6 +27,8 @@ from engine.schedule.stream import Stream, Streams
 _MARGIN_S = 0.0005
 # While streams decode, the device has this many seconds of work queued, unless `most_in_flight` passes are under way.
 _AHEAD_S = 0.005
+# A pass beside streams that decode may have this many tokens of prompts, and prompts of as many seconds (docs/decisions/073).
+_LEAST_BESIDE, _MOST_BESIDE_S = 128, 0.5
 # The assumed rate in tokens/s until a pass was measured.
 _TOKENS_PER_S = 1_000.0
 
@@ -187,14 +189,25 @@ class Scheduler:
             slices = self._schedule_streams(self.streams, prompts_wait=bool(len(self.queue)))
         # All slices so far are of streams that decode. Each token counts as one sequence, also in a cohort's slice.
         num_decoding = sum(part.stop - part.start for part in slices)
-        # Streams that wait for each token of theirs, as with a grammar, are in every other pass.
-        before, self._num_decoding = self._num_decoding if self._in_flight else 0, num_decoding
-        slices = self.queue.schedule(now, slices, num_decoding, num_decoding or before)
+        slices = self.queue.schedule(now, slices, num_decoding, *self._most_beside(num_decoding))
         if self.streams is not None and self._num_stages > 1 and not slices:  # no prompt has found pages
             slices = self._schedule_streams(self.streams)
         if self.streams is not None and self._runs_ahead:
             self.streams.run_ahead(slices)
         return slices
+
+    def _most_beside(self, num_decoding: int) -> tuple[float, float]:
+        """The most tokens of prompts in a pass of this many streams that decode, and the most of several prompts together.
+
+        The streams wait for the whole pass. If many prompts wait, half of them join, so the last one does not wait for a pass of
+        each prompt. A prompt that is longer than all others together joins as well.
+        """
+        # Streams that wait for each of their tokens, as with a grammar, are in every other pass.
+        before, self._num_decoding = self._num_decoding if self._in_flight else 0, num_decoding
+        if not (num_decoding or before) or not len(self.queue):
+            return inf, inf
+        most = max(_LEAST_BESIDE, self.rates.tokens_per_s * _MOST_BESIDE_S)
+        return most, max(_LEAST_BESIDE, num_decoding or before, self.queue.num_tokens // 2)
 
     def _schedule_streams(self, streams: Streams, prompts_wait: bool = False) -> list[Slice]:
         slices, preempted = streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs), prompts_wait)

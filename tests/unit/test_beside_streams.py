@@ -94,11 +94,23 @@ def test_half_of_many_prompts_joins_a_pass_of_streams() -> None:
 
 
 def test_a_long_prompt_joins_a_pass_of_streams_as_a_whole() -> None:
-    made = scheduler(20)
+    made = scheduler(20, 0.001)  # the best known rate is 20,000 tokens/s
     made.add(prompt(5000))
     for _ in range(2):
         made.add(prompt(100))
     assert prompts_of(made) == [100, 100, 5000]
+
+
+def test_a_prompt_that_would_take_seconds_is_cut_beside_streams() -> None:
+    made = scheduler(20, 0.004)  # 5,000 tokens/s
+    made.add(prompt(6000))
+    assert [prompts_of(made) for _ in range(3)] == [[2500], [5000], [6000]]
+
+
+def test_a_slow_device_computes_a_page_of_a_prompt_beside_streams() -> None:
+    made = scheduler(1, 0.1)
+    made.add(prompt(200))
+    assert [prompts_of(made) for _ in range(2)] == [[128], [200]]
 
 
 def test_beside_many_streams_as_many_tokens_of_prompts_join() -> None:
