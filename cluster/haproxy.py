@@ -8,6 +8,9 @@ Keepalive: HAProxy notices within seconds that a gateway's machine no longer ans
 `timeout server`, and we set none either, because a request may need a minute. TCP keepalive distinguishes a lost machine from a
 busy one.
 
+Unix sockets: HAProxy reaches an ingress process of its own machine at the process's Unix socket, which takes half of the CPU time
+of a TCP connection (docs/decisions/074).
+
 Limit of requests: an ingress process gets at most `most_requests` at a time. HAProxy refuses further requests in the API's own
 form. Without the limit, requests that the process is too slow to read wait in its sockets, where nothing refuses them. The
 process then answers Ray's health check too late, and HAProxy marks the process as dead. A refusal by HAProxy costs less than a
@@ -51,7 +54,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from cluster import node_metrics
+from cluster import node_metrics, node_sockets
 from cluster.error_forms import PATH_RULES, Form, error_body
 
 log = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ _TIMEOUTS = "    timeout http-request 10s\n    timeout http-keep-alive 75s\n"
 _ADDED = _KEEPALIVE + _TIMEOUTS
 # `tcp-ut` ends a connection whose data is not acknowledged. It is added to each server's line, because HAProxy does not apply it
 # from `default-server`.
-_SERVER = re.compile(r"^( +server \S+ \S+:\S+) ", re.MULTILINE)
+_SERVER = re.compile(r"^( +server \S+) (\S+):(\S+) ", re.MULTILINE)
 
 # `maxconn` of the section `global`. An idle connection takes 1 KiB. A request in flight has buffers of 64 KiB.
 _CONNECTIONS = re.compile(r"(?<=^    maxconn )\d+$", re.MULTILINE)
@@ -240,7 +243,7 @@ def with_ours(text: str, folder: Path | None = None) -> str:
     """A configuration written by Ray, with our lines added. A text that has our lines is returned unchanged.
 
     Args:
-        folder: with the socket that answers `GET /metrics`. None leaves `/metrics` to the ingress processes.
+        folder: with the sockets of this node's processes. With None, all requests go to the ingress processes' ports.
     Raises: ValueError for a text that differs from that of known versions of Ray.
     """
     if _KEEPALIVE in text:
@@ -268,7 +271,17 @@ def with_ours(text: str, folder: Path | None = None) -> str:
         text = _CHOICE.sub(_TO_METRICS, text, count=1) + server
     if not _BACKEND.search(text):
         text = _NOWHERE.sub(_PATH + _refusals("request", *_NO_MODEL), text)
-    return _BACKEND.sub(_limited, _SERVER.sub(r"\1 tcp-ut 5s ", text))
+    return _BACKEND.sub(_limited, _SERVER.sub(lambda server: _reached(server, folder), text))
+
+
+def _reached(server: re.Match[str], folder: Path | None) -> str:
+    """The beginning of a server's line: its name and address, and `tcp-ut` for TCP."""
+    name, host, port = server.groups()
+    if folder is not None and port.isdecimal():
+        path = node_sockets.http_socket(folder, int(port))
+        if node_sockets.is_heard(path) and node_sockets.is_here(host):
+            return f"{name} unix@{path} "
+    return f"{name} {host}:{port} tcp-ut 5s "
 
 
 def _bound_to(host: str, port: str) -> str:

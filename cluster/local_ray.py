@@ -77,7 +77,6 @@ _FREE_PORTS = range(20000, 30000)
 
 # The variable with the path of HAProxy's socket for commands. Ray puts a folder with the node's id before the last name.
 SOCKET, NODE_ID_CHARS = "RAY_SERVE_HAPROXY_SOCKET_PATH", len("/") + 56
-MOST_SOCKET_CHARS = 97
 
 # Seconds that a stopping replica may take for the requests that it has accepted.
 DRAIN_S = 60.0

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from cluster import haproxy
 from cluster.files import ClusterError
-from cluster.local_ray import MOST_SOCKET_CHARS, NODE_ID_CHARS, SERVE_ENV, SOCKET, haproxy_files
+from cluster.local_ray import NODE_ID_CHARS, SERVE_ENV, SOCKET, haproxy_files
+from cluster.node_sockets import MOST_SOCKET_CHARS
 from cluster.node_token import Token, home_folder
 from cluster.nodes import GIB, Node
 

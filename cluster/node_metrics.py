@@ -19,13 +19,15 @@ from pathlib import Path
 from socketserver import ThreadingMixIn, UnixStreamServer
 from time import monotonic
 
+from cluster.node_sockets import listen
+
 log = logging.getLogger(__name__)
 
 # The timeout of a process's metrics in seconds. Prometheus waits 10 s for the node.
 TIMEOUT_S = 3.0
 # Scrapes within this time share one answer. Anybody may ask for metrics, and each answer takes time of every event loop.
 _FRESH_S = 0.1
-# The names of the sockets are short, because the path of a socket has at most 107 bytes (`cluster/local_ray.py`).
+# The names of the sockets are short, because the path of a socket has at most 107 bytes.
 _PROCESSES, _NODE = "p", "n"
 # The end of a complete answer. It is missing if a process is killed while it answers.
 _END = b"# EOF\n"
@@ -64,9 +66,7 @@ def publish(folder: Path, exposition: Callable[[], bytes]) -> None:
         folder: the folder of this node's HAProxy.
         exposition: gives the metrics in Prometheus' text format. The thread calls it.
     """
-    processes = folder / _PROCESSES
-    processes.mkdir(mode=0o700, parents=True, exist_ok=True)
-    server = _listen(processes / str(os.getpid()))
+    server = listen(folder / _PROCESSES / str(os.getpid()))
     threading.Thread(target=_answer_all, args=(server, exposition), name="metrics", daemon=True).start()
 
 
@@ -83,17 +83,6 @@ def _answer_all(server: socket.socket, exposition: Callable[[], bytes]) -> None:
                 log.exception("the metrics of this process failed")
 
 
-def _listen(path: Path) -> socket.socket:
-    """A socket that listens at `path`. It replaces an earlier socket atomically."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    server = socket.socket(socket.AF_UNIX)
-    server.bind(str(part))
-    server.listen()
-    part.replace(path)
-    return server
-
-
 class NodeServer(ThreadingMixIn, UnixStreamServer):
     """Answers `GET /metrics` with the metrics of the node. HAProxy is the only client."""
 
@@ -103,7 +92,7 @@ class NodeServer(ThreadingMixIn, UnixStreamServer):
         """`haproxy_port`: the port of HAProxy's exporter on this machine."""
         super().__init__(str(node_socket(folder)), _Scrape, bind_and_activate=False)
         self.socket.close()
-        self.socket = _listen(node_socket(folder))
+        self.socket = listen(node_socket(folder))
         self._folder, self._haproxy_port = folder, haproxy_port
         self._lock, self._metrics, self._collected_at = threading.Lock(), b"", -_FRESH_S
 

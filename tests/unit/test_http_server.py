@@ -6,6 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from ray.serve.config import HTTPOptions
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from cluster import node_sockets
 from cluster.local_ray import free_port
 from serve_app.http import server as module
 from serve_app.http.server import _MOST_WAITING, _Joining, _waiting, answer_directly
@@ -60,6 +62,58 @@ def serves(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     monkeypatch.setattr(replica, "start_asgi_http_server", replica.start_asgi_http_server)
     return replica
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the node's HAProxy."""
+    monkeypatch.setattr(module, "node_folder", lambda: tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_haproxy_of_this_machine_has_a_socket_of_its_own(serves: Any, folder: Path) -> None:
+    async def main() -> None:
+        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+        path = node_sockets.http_socket(folder, options.port)
+        app = Slow()
+        answer_directly(app)
+        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+        assert node_sockets.is_heard(path), "HAProxy's configuration may be written before the server's first turn"
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with asyncio.timeout(20), httpx.AsyncClient(base_url="http://here", transport=transport) as client:
+            for _ in range(2):  # on one connection
+                assert (await client.post("/x/fast", content=b"{}")).text == "ours at /x"
+            async with client.stream("GET", "/x/chunks") as answer:
+                app.go_on.set()
+                assert await answer.aread() == b"chunk"
+            slow = asyncio.create_task(client.post("/x/slow", content=b"{}"))
+            await app.begun.wait()
+            slow.cancel()
+            await app.cancelled.wait()
+        server.should_exit = True
+        await task
+        assert not node_sockets.is_heard(path)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_without_a_folder_for_the_socket_the_server_answers_at_its_port(
+    serves: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+        answer_directly(Slow())
+        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+        async with asyncio.timeout(20), httpx.AsyncClient() as client:
+            assert (await client.get(f"http://127.0.0.1:{options.port}/x/fast")).text == "ours at /x"
+        server.should_exit = True
+        await task
+
+    monkeypatch.setattr(module, "node_folder", lambda: folder / ("x" * 100))
+    asyncio.run(main())
+    assert caplog.messages == ["HAProxy will reach this process over TCP, which takes more CPU time: AF_UNIX path too long"]
 
 
 @pytest.mark.slow

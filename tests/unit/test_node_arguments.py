@@ -12,9 +12,10 @@ from ray._private.label_utils import parse_node_labels_string
 
 from cluster import haproxy
 from cluster.files import ClusterError
-from cluster.local_ray import MOST_SOCKET_CHARS, SERVE_ENV, haproxy_files
+from cluster.local_ray import SERVE_ENV, haproxy_files
 from cluster.node_arguments import memory_monitor, object_store_bytes, ray_arguments, ray_environment
 from cluster.node_labels import node_labels, reserve_of
+from cluster.node_sockets import MOST_SOCKET_CHARS
 from cluster.node_token import Token, find_token
 from cluster.nodes import GIB, Card, Node
 
