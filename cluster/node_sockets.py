@@ -31,7 +31,7 @@ def listen(path: Path) -> socket.socket:
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(str(part))
-        server.listen()
+        server.listen(socket.SOMAXCONN)
         part.replace(path)
     except OSError:
         server.close()

@@ -53,11 +53,12 @@ class Answers(ABC):
 
         def take(delta: Delta) -> None:
             index = delta.index
-            if index not in has_only_text:
+            is_text = has_only_text.get(index)
+            if is_text is None:
                 for first in self._first_choices(index):
                     write(self._chunk([first]))
-                has_only_text[index] = self._is_plain and self._has_only_text(index)
-            if has_only_text[index] and delta.finish_reason is None:
+                is_text = has_only_text[index] = self._is_plain and self._has_only_text(index)
+            if is_text and delta.finish_reason is None:
                 if delta.text:
                     write(self._text_chunk(index, delta.text))
             else:

@@ -1,9 +1,11 @@
-"""Calls to a client's connection that ASGI does not have: one closes it at once, one sends without a coroutine."""
+"""Calls to a client's connection that ASGI does not have: one closes it at once, one sends events without a coroutine."""
 
 import asyncio
 
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+_AROUND_DATA = len(b"data: \n\n")
 
 
 async def abort(receive: Receive) -> None:
@@ -19,10 +21,10 @@ async def abort(receive: Receive) -> None:
 
 
 class DirectWriter:
-    """Sends parts of a chunked response's body, after the response's head. ASGI's `send` would need a coroutine for each.
+    """Sends events of a chunked response, after the response's head. ASGI's `send` would need a coroutine for each.
 
     Attributes:
-        has_written: whether a part was sent since the caller last set this to False.
+        has_written: whether an event was sent since the caller last set this to False.
     """
 
     __slots__ = ("_cycle", "_flow", "_transport", "has_written")
@@ -40,10 +42,10 @@ class DirectWriter:
         cycle = getattr(receive, "__self__", None)
         return cls(cycle) if isinstance(cycle, RequestResponseCycle) and cycle.chunked_encoding else None
 
-    def write(self, body: bytes) -> bool:
-        """Sends a part. Returns False, and sends nothing, if the buffer is full or the client has left."""
+    def write(self, data: bytes) -> bool:
+        """Sends an event with this data. Returns False, and sends nothing, if the buffer is full or the client has left."""
         if self._flow.write_paused or self._cycle.disconnected:
             return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _AROUND_DATA, data))  # one copy for the event and the chunk
         self.has_written = True
         return True

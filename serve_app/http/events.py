@@ -106,12 +106,11 @@ class EventStream(StreamingResponse):
             raise
 
     def _write(self, content: bytes) -> None:
-        event = b"data: %b\n\n" % content
         if self._writer is not None:
-            if self._writer.write(event):
+            if self._writer.write(content):
                 return
             self._writer = None
-        self._unsent.append(event)
+        self._unsent.append(b"data: %b\n\n" % content)
         if len(self._unsent) == _EVENTS_AT_ONCE:
             self._events.hold()
         self._has_news.set()
