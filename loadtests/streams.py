@@ -26,6 +26,7 @@ from loadtests.stub_streams import PASS_S, StreamingEngine
 T = TypeVar("T")
 
 NUM_STREAMS, TOKENS, PACE_S = 256, 500, 0.02
+BEGIN_S, MIDDLE_S = 2.5, 6.0  # seconds before, and of, the part in which CPU time counts
 NUM_FIRST = 300
 SERVERS = [("HAProxy to the replica", "stub-streams"), ("through a gateway", "stub-streams-gateway")]
 
@@ -59,15 +60,27 @@ def request(num_tokens: int) -> bytes:
     return head.encode() + body
 
 
-async def ask(port: int, num_tokens: int) -> Reader:
+async def ask(port: int, num_tokens: int, readers: list[Reader] | None = None) -> Reader:
     _, reader = await asyncio.get_running_loop().create_connection(lambda: Reader(request(num_tokens)), "127.0.0.1", port)
+    if readers is not None:
+        readers.append(reader)
     await reader.ended
     assert reader.num_events == num_tokens + 2, f"{reader.num_events} events for {num_tokens} tokens"  # the end, and [DONE]
     return reader
 
 
-async def all_at_once(port: int) -> list[Reader]:
-    return await asyncio.gather(*(ask(port, TOKENS) for _ in range(NUM_STREAMS)))
+async def all_at_once(port: int, server: psutil.Process) -> tuple[int, dict[str, float]]:
+    """Runs all streams. Returns: the tokens and the CPU seconds of each role between two moments while all streams run."""
+    readers: list[Reader] = []
+    streams = [asyncio.create_task(ask(port, TOKENS, readers)) for _ in range(NUM_STREAMS)]
+    counts, used = [], []
+    for wait_s in (BEGIN_S, MIDDLE_S):
+        await asyncio.sleep(wait_s)
+        used.append(await asyncio.to_thread(cpu_seconds, server))
+        counts.append(sum(reader.num_events for reader in readers))
+    assert not any(stream.done() for stream in streams), "all streams should still run"
+    await asyncio.gather(*streams)
+    return counts[1] - counts[0], {role: seconds - used[0].get(role, 0) for role, seconds in used[1].items()}
 
 
 async def one_by_one(port: int) -> list[float]:
@@ -79,19 +92,23 @@ def measure(name: str, kind: str, engine_us: float) -> dict[str, Any]:
     with running(kind, port, **{PASS_S: str(PACE_S), "BENCH_MODEL": EMBEDDED_GENERATOR}) as server:
         _run(one_by_one(port))
         before, start = cpu_seconds(server), perf_counter()
-        _run(all_at_once(port))
+        num_tokens, middle = _run(all_at_once(port, server))
         seconds, after = perf_counter() - start, cpu_seconds(server)
-    used = {role: (after[role] - before.get(role, 0)) / (NUM_STREAMS * TOKENS) * 1e6 for role in after}
+    used = {role: middle[role] / num_tokens * 1e6 for role in middle}
+    total = NUM_STREAMS * TOKENS
     others = ", ".join(
         f"{role} {used[role]:.1f}" for role in sorted(used) if role not in ("replica", "gateway") and used[role] > 0.5
     )
+    http = "gateway" if "gateway" in used else "replica"  # the process that has the requests
+    whole_s = after[http] - before.get(http, 0)
     return {
         "server": name,
-        "tokens/s": NUM_STREAMS * TOKENS / seconds,
+        "tokens/s": total / seconds,
         "replica us a token": used["replica"],
         "of it serving": used["replica"] - engine_us,
         "gateway us a token": used.get("gateway", ""),
         "others": others,
+        "us a request, without its tokens": (whole_s * 1e6 - used[http] * total) / NUM_STREAMS,
     }
 
 
@@ -150,6 +167,8 @@ if __name__ == "__main__":
     notes = [
         f"{NUM_STREAMS} streams of {TOKENS} tokens, a pass of all of them every {PACE_S * 1e3:g} ms, /v1/completions with "
         "`stream`; the client is a process of its own on the same cores",
+        f"a token: the CPU time of {MIDDLE_S:g} s in which all streams run, divided by their tokens; a request: the rest of the "
+        "CPU time of the process that answers HTTP",
         f"load average of the machine at the end: {psutil.getloadavg()[0]:.1f}",
     ]
     write("streams", "python -m loadtests.streams", {"CPU time a token": table, "First token": first_tokens()}, notes)

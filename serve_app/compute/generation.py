@@ -242,7 +242,14 @@ class Generation:
             return
         try:
             if isinstance(event, Token):
-                delta = self._next(answer, event)
+                answer.num_tokens += 1
+                if self._account is not None:
+                    self._account.add(self._model.info.served_model_name, 1)
+                writer = answer.writer
+                delta = Delta(answer.index, writer.push(event.id), event)
+                if writer.stopped is not None:
+                    answer.stream.future.cancel()
+                    delta.finish_reason, delta.stop_reason = "stop", writer.stopped
             # Not `result()`: it would raise, and the error would refer to this frame, and so to itself.
             elif (error := CancelledError() if event.cancelled() else event.exception()) is None:
                 delta = self._last(answer, event.result())
@@ -259,17 +266,6 @@ class Generation:
             self._num_open -= 1
             if not self._num_open:
                 self._end(None)
-
-    def _next(self, answer: _Answer, token: Token) -> Delta:
-        answer.num_tokens += 1
-        if self._account is not None:
-            self._account.add(self._model.info.served_model_name, 1)
-        writer = answer.writer
-        text = writer.push(token.id)
-        if writer.stopped is None:
-            return Delta(answer.index, text, token)
-        answer.stream.future.cancel()
-        return Delta(answer.index, text, token, "stop", writer.stopped)
 
     def _last(self, answer: _Answer, result: Answer) -> Delta:
         if self._record is not None:

@@ -46,6 +46,8 @@ class DirectWriter:
         """Sends an event with this data. Returns False, and sends nothing, if the buffer is full or the client has left."""
         if self._flow.write_paused or self._cycle.disconnected:
             return False
-        self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _AROUND_DATA, data))  # one copy for the event and the chunk
+        self._transport.write(
+            b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _AROUND_DATA, data)
+        )  # one copy for the event and the chunk
         self.has_written = True
         return True
