@@ -21,7 +21,7 @@ def http_socket(folder: Path, port: int) -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that listens at `path`. It replaces an earlier socket atomically.
+    """A socket that listens at `path`, for this user. It replaces an earlier socket atomically.
 
     Raises: OSError, also for a path of more than about 100 characters.
     """
@@ -31,6 +31,7 @@ def listen(path: Path) -> socket.socket:
     server = socket.socket(socket.AF_UNIX)
     try:
         server.bind(str(part))
+        part.chmod(0o600)
         server.listen(socket.SOMAXCONN)
         part.replace(path)
     except OSError:

@@ -13,12 +13,11 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +30,8 @@ from tokenizers import Tokenizer, models
 
 from cluster.local_ray import free_port
 from engine.measure.engine_rates import Streaming
-from loadtests import servers
+from loadtests import beside_streams, servers
+from loadtests.beside_streams import Load
 from loadtests.checkpoints import PUBLISHED, save_random
 from loadtests.client import Connection
 from loadtests.generate import MODELS
@@ -156,7 +156,7 @@ def serving(*folders: Path) -> Iterator[tuple[int, psutil.Process]]:
             yield port, process
 
 
-class Load:
+class Clients:
     """Client processes."""
 
     def __init__(self, executor: ProcessPoolExecutor, server: psutil.Process) -> None:
@@ -233,30 +233,8 @@ def print_rates(folder: str) -> None:
 
 def closed_loop(streaming: Streaming, count: int) -> float:
     """Tokens/s of `count` streams at a time. A new stream begins when one ends."""
-    from engine.options import SamplingOptions
-
-    times, ended, rng = list[float](), SimpleQueue[None](), np.random.default_rng(count)
-
-    def hear(keys: Sized, _: object) -> None:
-        times.extend([perf_counter()] * len(keys))
-
-    def begin() -> None:
-        stream = streaming.engine.new_stream(rng.integers(1000, 30000, PROMPT).astype(np.int32), SamplingOptions(ANSWER, 0.0))
-        stream.on_token = lambda _: times.append(perf_counter())
-        stream.on_tokens = hear
-        stream.future.add_done_callback(lambda _: ended.put(None))
-        streaming.loop.submit([stream])
-
-    start = perf_counter()
-    for _ in range(count):
-        begin()
-    while perf_counter() < start + WARM_S + PHASE_S:
-        with suppress(Empty):
-            ended.get(timeout=0.1)
-            begin()
-    for _ in range(count):
-        ended.get()
-    return sum(WARM_S <= each - start < WARM_S + PHASE_S for each in times) / PHASE_S
+    load = Load(count, (PROMPT,), (ANSWER, ANSWER + 1), WARM_S, PHASE_S)
+    return beside_streams.closed_loop(streaming, load, seed=count)["tokens/s"]
 
 
 def save_chat(name: str, folder: Path) -> None:
@@ -274,7 +252,7 @@ def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[s
     print(engine, flush=True)
     with serving(folder) as (port, server):
         print("the server is ready", flush=True)
-        load = Load(executor, server)
+        load = Clients(executor, server)
         load.run("warm up", Asked(port, chat, STREAMS[-1]))
         for count in STREAMS:
             row = load.run(f"{count} streams", Asked(port, chat, count))
@@ -286,7 +264,7 @@ def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[s
 def together(chat: str, embedding: str, folders: Sequence[Path], executor: ProcessPoolExecutor) -> list[dict[str, Any]]:
     """Measures streams of one model and embeddings of another one."""
     with serving(*folders) as (port, server):
-        load = Load(executor, server)
+        load = Clients(executor, server)
         streams, embeddings = Asked(port, chat, TOGETHER), Asked(port, embedding, CONNECTIONS)
         at_batch = Asked(port, embedding, CONNECTIONS, "batch")
         load.run("warm up", streams, embeddings)

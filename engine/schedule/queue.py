@@ -37,6 +37,8 @@ SHARE = 4
 MOST_SEQS = 1024
 # The most sequences of large requests in a pass beside small requests.
 MOST_LARGE_SEQS = 256
+# A sequence of this many times as many tokens as those before it joins them.
+_MOST_SHORTER = 4
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
 # of them are removed at once.
 _MOST_OVER = 64
@@ -118,7 +120,7 @@ class Queue:
             slices: the slices that the pass already has. The result begins with them.
             num_seqs: the number of sequences of these slices.
             most: the most tokens that the queue adds.
-            most_together: the most tokens of several sequences that the queue adds. One longer sequence may join them.
+            most_together: the most tokens of several sequences that the queue adds. A much longer sequence may join them.
         """
         if now >= self._first_deadline:
             self._first_deadline = min(self.interactive.drop_late(now), self.batch.drop_late(now))
@@ -149,8 +151,11 @@ class _Room(NamedTuple):
     num_taken: int = 0  # tokens of the sequences that the queue has added
 
     def may_join(self, num_tokens: int) -> bool:
-        """Whether a sequence with this many tokens left may join. A sequence that alone has more than `together` always may."""
-        return self.num_taken + num_tokens <= self.together or num_tokens > self.together
+        """Whether a sequence with this many tokens left may join.
+
+        A sequence may always join others that have at most a quarter of its tokens. So many short ones do not hold it up.
+        """
+        return self.num_taken + num_tokens <= self.together or _MOST_SHORTER * self.num_taken <= num_tokens
 
 
 @dataclass(eq=False, slots=True)

@@ -200,7 +200,7 @@ class Scheduler:
         """The most tokens of prompts in a pass of this many streams that decode, and the most of several prompts together.
 
         The streams wait for the whole pass. If many prompts wait, half of them join, so the last one does not wait for a pass of
-        each prompt. A prompt that is longer than all others together joins as well.
+        each prompt.
         """
         # Streams that wait for each of their tokens, as with a grammar, are in every other pass.
         before, self._num_decoding = self._num_decoding if self._in_flight else 0, num_decoding

@@ -46,8 +46,7 @@ class DirectWriter:
         """Sends an event with this data. Returns False, and sends nothing, if the buffer is full or the client has left."""
         if self._flow.write_paused or self._cycle.disconnected:
             return False
-        self._transport.write(
-            b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _AROUND_DATA, data)
-        )  # one copy for the event and the chunk
+        # The event and its chunk are made with one copy.
+        self._transport.write(b"%x\r\ndata: %b\n\n\r\n" % (len(data) + _AROUND_DATA, data))
         self.has_written = True
         return True

@@ -101,6 +101,17 @@ def test_a_long_prompt_joins_a_pass_of_streams_as_a_whole() -> None:
     assert prompts_of(made) == [100, 100, 5000]
 
 
+def test_short_prompts_do_not_hold_up_long_ones() -> None:
+    made = scheduler(20)
+    for _ in range(2):
+        made.add(prompt(3000))
+    passes = []
+    for _ in range(3):
+        made.add(prompt(100))
+        passes.append(prompts_of(made))
+    assert passes == [[100, 3000], [100, 3000], [100]]
+
+
 def test_a_prompt_that_would_take_seconds_is_cut_beside_streams() -> None:
     made = scheduler(20, 0.004)  # 5,000 tokens/s
     made.add(prompt(6000))

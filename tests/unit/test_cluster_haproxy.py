@@ -122,6 +122,7 @@ def test_processes_of_this_machine_are_reached_at_their_unix_sockets(tmp_path: P
     path = node_sockets.http_socket(tmp_path, 30000)
     assert address("127.0.0.1", 30000) == "127.0.0.1:30000 tcp-ut 5s", "no socket"
     server = node_sockets.listen(path)
+    assert path.stat().st_mode & 0o777 == 0o600, "other users cannot connect"
     assert address("127.0.0.1", 30000) == f"unix@{path}"
     assert address("127.0.0.1", 30001) == "127.0.0.1:30001 tcp-ut 5s"
     assert address("192.0.2.7", 30000) == "192.0.2.7:30000 tcp-ut 5s", "another machine's process has the same port"
