@@ -65,11 +65,11 @@ HOOKS = (
     Hook("ray._private.worker", "", "cluster/driver_path.py", text="job_config._py_driver_sys_path.extend("),
     Hook("ray.serve.request_router", "RunningReplica.routing_stats", "cluster/ray_router.py"),
     Hook("ray.serve._private.request_router.common", "", "cluster/ray_router.py", text="should_backoff: bool"),
-    Hook(_CONSTANTS, "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "serve_app/observe/process.py"),
+    Hook(_CONSTANTS, "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "cluster/node_sockets.py"),
     Hook(
         "ray.serve._private.haproxy",
         "",
-        "serve_app/observe/process.py",
+        "cluster/node_sockets.py",
         text="config_file_path=_per_node(RAY_SERVE_HAPROXY_CONFIG_FILE_LOC)",
     ),
     Hook("ray.serve._private.haproxy_templates", "HAPROXY_CONFIG_TEMPLATE", "cluster/haproxy.py"),
