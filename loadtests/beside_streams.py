@@ -123,8 +123,7 @@ def closed_loop(streaming: Streaming, load: Load, seed: int) -> dict[str, float]
 
 
 def rows(model: str, folder: str | Path, loads: dict[str, Load], device: str) -> list[dict[str, Any]]:
-    dtype = "bfloat16" if device == "cuda" else None
-    streaming = Streaming(Engine.load(folder, device=device, dtype=dtype, cache_tokens=CACHE_TOKENS[device]))
+    streaming = Streaming(Engine.load(folder, device=device, cache_tokens=CACHE_TOKENS[device]))
     collect_seldom()
     seeds, found = itertools.count(), []
     for name, load in loads.items():
