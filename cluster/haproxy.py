@@ -8,8 +8,8 @@ Keepalive: HAProxy notices within seconds that a gateway's machine no longer ans
 `timeout server`, and we set none either, because a request may need a minute. TCP keepalive distinguishes a lost machine from a
 busy one.
 
-Unix sockets: HAProxy reaches an ingress process of its own machine at the process's Unix socket, which takes half of the CPU time
-of a TCP connection (docs/decisions/074).
+Unix sockets: HAProxy reaches an ingress process of its own machine at the process's Unix socket. A write there takes less than
+half of the CPU time of a write over TCP (docs/decisions/074).
 
 Limit of requests: an ingress process gets at most `most_requests` at a time. HAProxy refuses further requests in the API's own
 form. Without the limit, requests that the process is too slow to read wait in its sockets, where nothing refuses them. The

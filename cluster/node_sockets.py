@@ -21,7 +21,7 @@ def http_socket(folder: Path, port: int) -> Path:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that listens at `path`, for this user. It replaces an earlier socket atomically.
+    """A socket that listens at `path`, and that only this user can reach. It replaces an earlier socket atomically.
 
     Raises: OSError, also for a path of more than about 100 characters.
     """
@@ -41,7 +41,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def is_heard(path: Path) -> bool:
-    """Whether HAProxy can connect to this socket: a process listens."""
+    """Whether a process listens at this path, and the path is short enough for HAProxy."""
     if len(str(path)) > MOST_SOCKET_CHARS or not path.exists():
         return False
     with socket.socket(socket.AF_UNIX) as client:
@@ -49,7 +49,7 @@ def is_heard(path: Path) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Whether an IP address is one of this machine, in its network namespace: only from there it reaches itself as itself."""
+    """Whether an IP address belongs to this network namespace. The kernel then reaches it from the same address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         return probe.connect_ex((host, 9)) == 0 and probe.getsockname()[0] == host

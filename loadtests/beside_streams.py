@@ -132,10 +132,8 @@ def rows(model: str, folder: str | Path, loads: dict[str, Load], device: str) ->
         middle = {column: median(each[column] for each in rounds) for column in rounds[0]}
         middle["p99 / p50"] = middle["p99"] / middle["between tokens p50, ms"]
         prompts, (least, most) = ", ".join(map(str, load.prompts)), load.answers
-        found.append(
-            {"model": model, "load": name, "streams": load.streams, "prompts of": prompts} | {"answers": f"{least} to {most}"}
-        )
-        found[-1] |= middle
+        described = {"load": name, "streams": load.streams, "prompts of": prompts, "answers": f"{least} to {most}"}
+        found.append({"model": model} | described | middle)
         print(found[-1], flush=True)
     streaming.stop()
     return found

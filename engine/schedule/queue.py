@@ -37,8 +37,8 @@ SHARE = 4
 MOST_SEQS = 1024
 # The most sequences of large requests in a pass beside small requests.
 MOST_LARGE_SEQS = 256
-# A sequence of this many times as many tokens as those before it joins them.
-_MOST_SHORTER = 4
+# A sequence with this many times the tokens of those before it joins them.
+_MUCH_LONGER = 4
 # Requests that are over are removed at the front of a line. If more than this many, and more than half of a line, are over, all
 # of them are removed at once.
 _MOST_OVER = 64
@@ -155,7 +155,7 @@ class _Room(NamedTuple):
 
         A sequence may always join others that have at most a quarter of its tokens. So many short ones do not hold it up.
         """
-        return self.num_taken + num_tokens <= self.together or _MOST_SHORTER * self.num_taken <= num_tokens
+        return self.num_taken + num_tokens <= self.together or _MUCH_LONGER * self.num_taken <= num_tokens
 
 
 @dataclass(eq=False, slots=True)

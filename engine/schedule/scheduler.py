@@ -27,7 +27,8 @@ from engine.schedule.stream import Stream, Streams
 _MARGIN_S = 0.0005
 # While streams decode, the device has this many seconds of work queued, unless `most_in_flight` passes are under way.
 _AHEAD_S = 0.005
-# A pass beside streams that decode may have this many tokens of prompts, and prompts of as many seconds (docs/decisions/073).
+# Beside streams that decode, several prompts of a pass may always have this many tokens together, and the prompts of a pass take
+# at most this many seconds (docs/decisions/073).
 _LEAST_BESIDE, _MOST_BESIDE_S = 128, 0.5
 # The assumed rate in tokens/s until a pass was measured.
 _TOKENS_PER_S = 1_000.0
@@ -204,10 +205,11 @@ class Scheduler:
         """
         # Streams that wait for each of their tokens, as with a grammar, are in every other pass.
         before, self._num_decoding = self._num_decoding if self._in_flight else 0, num_decoding
-        if not (num_decoding or before) or not len(self.queue):
+        num_decoding = num_decoding or before
+        if not num_decoding or not len(self.queue):
             return inf, inf
         most = max(_LEAST_BESIDE, self.rates.tokens_per_s * _MOST_BESIDE_S)
-        return most, max(_LEAST_BESIDE, num_decoding or before, self.queue.num_tokens // 2)
+        return most, max(_LEAST_BESIDE, num_decoding, self.queue.num_tokens // 2)
 
     def _schedule_streams(self, streams: Streams, prompts_wait: bool = False) -> list[Slice]:
         slices, preempted = streams.schedule(min(self.queue.max_batch_tokens, self._max_batch_seqs), prompts_wait)

@@ -44,9 +44,16 @@ def answer_directly(app: ASGIApp) -> None:
     async def start_asgi_http_server(serves: Any, options: Any, *, event_loop: asyncio.AbstractEventLoop, **others: Any) -> Any:
         if event_loop is not loop:  # Serve is configured to run applications in a separate thread
             return await starts(serves, options, event_loop=event_loop, **others)
+        sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+        try:
+            sock.bind((options.host, options.port))
+        except OSError as error:
+            sock.close()
+            raise RuntimeError(f"{options.host}:{options.port} is taken") from error  # Serve then tries another port
         front = _Front(app, serves)
         server = _Server(
             front,
+            _unix_sockets(options.port),
             uvicorn.Config(
                 front,
                 http=_Protocol,
@@ -59,13 +66,6 @@ def answer_directly(app: ASGIApp) -> None:
                 **{name: getattr(options, name) for name in _TLS},
             ),
         )
-        sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-        try:
-            sock.bind((options.host, options.port))
-        except OSError as error:
-            sock.close()
-            raise RuntimeError(f"{options.host}:{options.port} is taken") from error  # Serve then tries another port
-        server.unix_sockets = _unix_sockets(options.port)
         return loop.create_task(server.serve(_copies(sock))), server
 
     replica.start_asgi_http_server = start_asgi_http_server
@@ -109,15 +109,15 @@ class _Front:
 class _Server(uvicorn.Server):
     """A server that answers until HAProxy has dropped it."""
 
-    def __init__(self, front: _Front, config: uvicorn.Config) -> None:
+    def __init__(self, front: _Front, unix_sockets: list[socket.socket], config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._front, self.unix_sockets = front, list[socket.socket]()
+        self._front, self._unix_sockets = front, unix_sockets
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Also serves `unix_sockets`. uvicorn itself closes `servers` at the end."""
+        """Also serves the Unix sockets. uvicorn itself closes `servers` at the end."""
         await super().startup(sockets)
         config, loop = self.config, asyncio.get_running_loop()
-        for sock in self.unix_sockets:
+        for sock in self._unix_sockets:
             made = await loop.create_unix_server(self._new_protocol, sock=sock, ssl=config.ssl, backlog=config.backlog)
             self.servers.append(made)
 

@@ -71,6 +71,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+async def take_chunks_and_leave(app: Slow, client: httpx.AsyncClient) -> None:
+    """Reads an answer in chunks. Then leaves during a request, and the server cancels it."""
+    async with client.stream("GET", "/x/chunks") as answer:  # the head comes before the first chunk
+        app.go_on.set()
+        assert await answer.aread() == b"chunk"
+    slow = asyncio.create_task(client.post("/x/slow", content=b"{}"))
+    await app.begun.wait()
+    slow.cancel()
+    await app.cancelled.wait()
+
+
 @pytest.mark.slow
 def test_haproxy_of_this_machine_has_a_socket_of_its_own(serves: Any, folder: Path) -> None:
     async def main() -> None:
@@ -84,13 +95,7 @@ def test_haproxy_of_this_machine_has_a_socket_of_its_own(serves: Any, folder: Pa
         async with asyncio.timeout(20), httpx.AsyncClient(base_url="http://here", transport=transport) as client:
             for _ in range(2):  # on one connection
                 assert (await client.post("/x/fast", content=b"{}")).text == "ours at /x"
-            async with client.stream("GET", "/x/chunks") as answer:
-                app.go_on.set()
-                assert await answer.aread() == b"chunk"
-            slow = asyncio.create_task(client.post("/x/slow", content=b"{}"))
-            await app.begun.wait()
-            slow.cancel()
-            await app.cancelled.wait()
+            await take_chunks_and_leave(app, client)
         server.should_exit = True
         await task
         assert not node_sockets.is_heard(path)
@@ -99,7 +104,7 @@ def test_haproxy_of_this_machine_has_a_socket_of_its_own(serves: Any, folder: Pa
 
 
 @pytest.mark.slow
-def test_without_a_folder_for_the_socket_the_server_answers_at_its_port(
+def test_if_the_socket_has_too_long_a_path_the_server_answers_at_its_port(
     serves: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -133,13 +138,7 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
             for _ in range(2):  # on one connection
                 head = await client.head("/x/fast")
                 assert (head.text, head.headers["content-length"]) == ("", "10")
-            async with client.stream("GET", "/x/chunks") as answer:  # the head comes before the first chunk
-                app.go_on.set()
-                assert await answer.aread() == b"chunk"
-            slow = asyncio.create_task(client.post("/x/slow", content=b"{}"))
-            await app.begun.wait()
-            slow.cancel()
-            await app.cancelled.wait()
+            await take_chunks_and_leave(app, client)
             server.should_exit = True
             await task
 
