@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,8 +40,10 @@ from loadtests.servers import cpu_seconds
 from loadtests.traces import mixed_lengths
 
 CHAT, EMBEDDING = "Qwen3-4B", "Qwen3-Embedding-0.6B"
-PROMPT, ANSWER = 128, 400  # tokens of each stream
+PROMPT = 128  # tokens
+ANSWERS, EQUAL_ANSWERS = (200, 600), (400, 400)  # tokens: the fewest and the most
 STREAMS = (1, 64, 256)
+EQUAL = 64  # streams with answers of one length: they end together, and then their prompts come together
 TOGETHER = 64  # streams beside embeddings
 TEXTS, CONNECTIONS = 64, 32  # texts of a request to embed; requests at a time
 WARM_S, PHASE_S = 1.5, 5.0  # seconds of each phase that do not count, and that count
@@ -58,6 +60,7 @@ class Asked:
     connections: int
     priority: str = "interactive"
     seed: int = 0
+    answers: tuple[int, int] = ANSWERS
 
 
 class StreamReader(asyncio.Protocol):
@@ -100,12 +103,13 @@ def stream(asked: Asked) -> list[tuple[float, NDArray[np.float64]]]:
 
     async def one_after_the_other(until: float) -> None:
         while perf_counter() < until:
-            body = {"model": asked.model, "prompt": rng.integers(1000, 30000, PROMPT).tolist(), "max_tokens": ANSWER}
+            prompt, answer = rng.integers(1000, 30000, PROMPT).tolist(), int(rng.integers(*asked.answers, endpoint=True))
+            body = {"model": asked.model, "prompt": prompt, "max_tokens": answer}
             request = post("/v1/completions", body | {"stream": True, "ignore_eos": True, "temperature": 0})
             loop = asyncio.get_running_loop()
             _, reader = await loop.create_connection(lambda request=request: StreamReader(request), "127.0.0.1", asked.port)  # type: ignore[misc]
             await reader.ended
-            found.append((reader.sent_at, np.array(reader.times[:ANSWER])))
+            found.append((reader.sent_at, np.array(reader.times[:answer])))
 
     async def all_of_them() -> None:
         until = perf_counter() + WARM_S + PHASE_S
@@ -182,10 +186,7 @@ class Clients:
 
     def _start(self, work: Any, asked: Asked) -> list[Future[Any]]:
         shares = [len(part) for part in np.array_split(np.zeros(asked.connections), min(CLIENTS, asked.connections))]
-        return [
-            self._executor.submit(work, Asked(asked.port, asked.model, share, asked.priority, seed))
-            for seed, share in enumerate(shares)
-        ]
+        return [self._executor.submit(work, replace(asked, connections=share, seed=seed)) for seed, share in enumerate(shares)]
 
 
 def _of_streams(found: Sequence[tuple[float, NDArray[np.float64]]]) -> dict[str, Any]:
@@ -233,7 +234,7 @@ def print_rates(folder: str) -> None:
 
 def closed_loop(streaming: Streaming, count: int) -> float:
     """Tokens/s of `count` streams at a time. A new stream begins when one ends."""
-    load = Load(count, (PROMPT,), (ANSWER, ANSWER + 1), WARM_S, PHASE_S)
+    load = Load(count, (PROMPT,), (ANSWERS[0], ANSWERS[1] + 1), WARM_S, PHASE_S)
     return beside_streams.closed_loop(streaming, load, seed=count)["tokens/s"]
 
 
@@ -258,6 +259,7 @@ def alone(chat: str, folder: Path, executor: ProcessPoolExecutor) -> list[dict[s
             row = load.run(f"{count} streams", Asked(port, chat, count))
             rate = engine[str(count)]
             rows.append(row | {"the engine alone": rate, "share of it": row["streams, tokens/s"] / rate})
+        rows.append(load.run(f"{EQUAL} streams, equal answers", Asked(port, chat, EQUAL, answers=EQUAL_ANSWERS)))
     return rows
 
 
@@ -298,11 +300,12 @@ def main(chat: str, embedding: str | None) -> None:
 
 def _write(tables: dict[str, list[dict[str, Any]]]) -> None:
     notes = [
-        f"bf16, random weights; streams of {PROMPT} tokens of prompt and {ANSWER} of answer, greedy; "
+        f"bf16, random weights; streams of {PROMPT} tokens of prompt and {ANSWERS[0]} to {ANSWERS[1]} of answer, greedy; "
         "each connection sends its next request when it has its answer",
         f"embeddings: {CONNECTIONS} requests at a time, of about {TEXTS} mixed texts, answers in base64",
         f"phases of {PHASE_S:.0f} s, behind {WARM_S:.0f} s that are not counted; {CLIENTS} client processes of each kind on the "
         "same machine",
+        f"equal answers: all of {EQUAL_ANSWERS[0]} tokens, so streams end together, and then their prompts come together",
         "the engine alone: the same streams one after the other through its loop, without a server, in this run",
         "one model: HAProxy to the replica. Two models: HAProxy, a gateway, a replica each; the replicas share the GPU in time",
     ]

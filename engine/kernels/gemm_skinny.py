@@ -1,6 +1,6 @@
 """x W^T for few rows on wgmma and TMA, fused with the operation that follows, for sm_90a.
 
-For up to 64 rows reading W takes most of the time. docs/decisions/063, 067 and 070.
+For up to 64 rows reading W takes most of the time. docs/decisions/063, 067, 070 and 075.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
 # Up to so many rows of x this kernel is faster than all others.
-MOST_ROWS = {torch.bfloat16: 64, torch.float8_e4m3fn: 256, torch.int8: 512}
+MOST_ROWS = {torch.bfloat16: 128, torch.float8_e4m3fn: 256, torch.int8: 512}
 _TILE = 128  # the most rows of x that a block multiplies
 _MOST_BOX_ROWS, _MOST_BLOCK_N = 256, 320
 _MOST_BLOCK_N_OF_TILE = 256  # with _TILE rows of x
@@ -49,6 +49,7 @@ class _Times:
 
 # No single set of numbers chose well for all rows of x (docs/decisions/067).
 _OF_17_TO_64 = _Times(4200, 8500, 75, inf, 1000, 2500, 10, 8 << 10)
+_OF_65_TO_128 = _Times(4300, 10600, 113, 6000, 1850, 13700, 57, 44 << 10)  # in bf16
 _OF_OTHER_ROWS = _Times(inf, 9500, 75, 3800, 2000, 7500, 45, 12 << 10)
 # The same for codes, fitted to products of the 8B: nanoseconds of a step, values that a multiprocessor converts in a nanosecond,
 # the additional time of each bit above 4, bytes per nanosecond from the L2 cache, and nanoseconds as in _Times.
@@ -63,7 +64,7 @@ _LEAST_ROWS_OF_CODES = 16
 class SkinnyShape:
     """How the blocks divide the work."""
 
-    rows: int  # of x that a block multiplies: 8, 16, 32, 64 or 128
+    rows: int  # of x that a block multiplies: 8, 16, 32, 64, 96 or 128
     split: int  # blocks that divide K
     block_n: int  # rows of W of a block
     stages: int  # boxes in flight
@@ -83,8 +84,10 @@ class SkinnyShape:
         return self.stages * _stage_bytes(self.rows, self.block_n, self.values) + fixed
 
 
-def padded(m: int) -> int:
+def padded(m: int, values: int | Form = 2) -> int:
     """Returns the number of rows for which a shape is chosen: each number has kernels of its own."""
+    if 64 < m <= 96 and values == 2:
+        return 96
     return max(8, 1 << (m - 1).bit_length())
 
 
@@ -94,19 +97,24 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -
     if k % columns or n % 16:
         return
     row_tiles, rows = -(-rows // _TILE), min(rows, _TILE)
-    times = _OF_17_TO_64 if 16 < rows <= 64 else _OF_OTHER_ROWS
+    in_ring = _inbox_is_in_ring(rows, values)
+    times = _OF_17_TO_64 if 16 < rows <= 64 else _OF_65_TO_128 if in_ring else _OF_OTHER_ROWS
     for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, 16), (1, 2)):
         boxes = -(-block_n // _MOST_BOX_ROWS)
         steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n, values)
         room = _SHARED_BYTES // together - _RESERVED_BYTES - _fixed_bytes(rows, split, block_n, values)
         stages = min(steps, room // stage)
         sums = rows * (block_n + 4) * 4  # which lie in the ring at the end
+        if in_ring:
+            sums += _inbox_bytes(rows, split, block_n)
         if block_n > _most_block_n(rows, values):
             continue
         if block_n % (8 * boxes) or k // columns < split or stages < min(steps, _LEAST_STAGES) or stages * stage < sums:
             continue
         tiles = row_tiles * -(-n // block_n)
         waves = -(-tiles // (together * sms * _CLUSTERS[split] // _CLUSTERS[1]))
+        if in_ring and waves > 1:  # cuBLAS is faster then
+            continue
         in_turn = -(-tiles * split // sms) if waves == 1 else waves * together  # blocks that the busiest multiprocessor computes
         moved = steps * stage  # by a block
         flow: float
@@ -146,8 +154,10 @@ def skinny_shape_of(x: Tensor, weight: Tensor | Packed) -> SkinnyShape | None:
     if len(x) > most or not is_hopper(x.device):
         return None
     if isinstance(weight, Packed):
-        return skinny_shape(len(weight), weight.k, max(_LEAST_ROWS_OF_CODES, padded(len(x))), num_sms(x.device), weight.form)
-    return skinny_shape(len(weight), x.shape[1], padded(len(x)), num_sms(x.device), x.element_size())
+        return skinny_shape(
+            len(weight), weight.k, max(_LEAST_ROWS_OF_CODES, padded(len(x), weight.form)), num_sms(x.device), weight.form
+        )
+    return skinny_shape(len(weight), x.shape[1], padded(len(x), x.element_size()), num_sms(x.device), x.element_size())
 
 
 def gemm_skinny(
@@ -192,6 +202,7 @@ def skinny_defines(operands: int, k: int, shape: SkinnyShape, followed_by: Follo
         "SPLIT": shape.split,
         "BLOCK_N": shape.block_n,
         "STAGES": shape.stages,
+        "INBOX_IN_RING": int(_inbox_is_in_ring(shape.rows, shape.values)),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "E4M3": int(followed_by == "swiglu in e4m3"),
         "HALF": 0,
@@ -224,12 +235,23 @@ def _stage_bytes(rows: int, block_n: int, values: int | Form) -> int:
     return -(-records // 1024) * 1024 + 2 * rows * _COLUMNS_OF_CODES
 
 
+def _inbox_is_in_ring(rows: int, values: int | Form) -> bool:
+    """Returns whether the sums of other blocks take the place of boxes: beside the ring they would leave it too short."""
+    return rows > 64 and values == 2
+
+
+def _inbox_bytes(rows: int, split: int, block_n: int) -> int:
+    """Returns the bytes of the sums that a block receives."""
+    return split * -(-rows // split) * block_n * 4 if split > 1 else 0
+
+
 def _fixed_bytes(rows: int, split: int, block_n: int, values: int | Form) -> int:
     """Returns the bytes of shared memory beside the ring (csrc/gemm_skinny.cu).
 
     That is the sums of the cluster's blocks, the scales and the barriers, or what the last warpgroup reads behind the ring.
     """
-    inbox = split * -(-rows // split) * block_n * 4 if split > 1 else block_n * 4
+    inbox = 0 if _inbox_is_in_ring(rows, values) else _inbox_bytes(rows, split, block_n)
+    inbox = max(inbox, block_n * 4)
     scales = 4 * (rows + block_n) if values == 1 else 0
     behind = 0 if isinstance(values, Form) else (-block_n % 64 - rows) * WIDTH
     return max(inbox + scales + 512, behind)

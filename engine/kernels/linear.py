@@ -2,10 +2,10 @@
 
 `linear`, `linear_add` and `linear_swiglu` use the fastest product for the number of rows. That is cuBLAS, except on Hopper:
 
-* `few_rows` for up to 16 rows and `gemm_skinny` for up to 64, because reading W takes most of the time.
+* `few_rows` for up to 16 rows and `gemm_skinny` for up to 128, because reading W takes most of the time.
 * `gemm_hopper` for SwiGLU, and up to 512 rows for other products, if its tiles fill the chip.
 
-docs/decisions/022, 063, 067 and 069.
+docs/decisions/022, 063, 067, 069 and 075.
 """
 
 import torch

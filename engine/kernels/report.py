@@ -170,7 +170,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
         yield _gemm_hopper(2, "residual", WIDEST)
         for (n, k), (followed_by, norm) in _PRODUCTS.items():
             yield _few_rows(n, k, 16, norm, followed_by)
-            yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64))
+            yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64, 96))
             of_e4m3: FollowedBy = "swiglu in e4m3" if followed_by == "swiglu" else followed_by
             yield from (_gemm_skinny(n, k, rows, of_e4m3, 2) for rows in (8, 64, 256))
             yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))

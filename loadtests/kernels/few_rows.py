@@ -19,7 +19,7 @@ from engine.measure.timing import copy_bandwidth, seconds_of
 from loadtests.kernels.gemm import LAYERS
 from loadtests.report import write
 
-ROWS = (1, 16, 32, 64)
+ROWS = (1, 16, 32, 64, 96, 128)
 EPS = 1e-6
 NUM_LAYERS = {"0.6B": 28, "4B": 36, "8B": 36, "14B": 40}
 W = TypeVar("W")

@@ -31,6 +31,19 @@ CASES = [
     (19456, 2560, None),
 ]
 
+# The same for more than 64 rows, whose sums need a longer ring.
+OF_MORE_ROWS = [
+    (64, 320, (1, 64, 3)),
+    (1024, 1024, (2, 128, 5)),
+    (240, 448, (3, 80, 4)),
+    (400, 1536, (4, 96, 6)),
+    (1616, 512, (1, 256, 4)),
+    (1616, 512, (1, 272, 4)),
+    (1024, 3072, None),
+    (2560, 9728, None),
+    (19456, 2560, None),
+]
+
 # K is divided into whole boxes of 128 values.
 IN_8_BITS = [(n, k, cut) for n, k, cut in CASES if k % 128 == 0 and (cut is None or k // 128 >= cut[2])]
 
@@ -43,9 +56,14 @@ def operands(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("followed_by", ["nothing", "residual", "swiglu"])
-@pytest.mark.parametrize(("n", "k", "cut"), CASES)
-@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 48, 57, 64])
+@pytest.mark.parametrize(
+    ("m", "n", "k", "cut"),
+    [(m, *case) for m in (1, 8, 9, 16, 17, 32, 33, 48, 57, 64) for case in CASES]
+    + [(m, *case) for m in (65, 95, 96, 97, 128) for case in OF_MORE_ROWS],
+)
 def test_gemm_skinny(m: int, n: int, k: int, cut: tuple[int, int, int] | None, followed_by: FollowedBy) -> None:
+    if cut and m > 96 and cut[1] > 256:
+        pytest.skip("128 rows of x take at most 256 rows of W")
     shape = SkinnyShape(padded(m), *cut) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE))
     assert shape is not None, "these are models' shapes"
     x, w, residual = operands(m, n, k)
@@ -70,7 +88,7 @@ def test_eight_bits(
 ) -> None:
     if cut and m > 64 and cut[1] > 256:
         pytest.skip("128 rows of x take at most 256 rows of W")
-    shape = SkinnyShape(min(padded(m), 128), *cut, 1) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE), 1)
+    shape = SkinnyShape(min(padded(m, 1), 128), *cut, 1) if cut else skinny_shape(n, k, padded(m, 1), num_sms(DEVICE), 1)
     assert shape is not None, "these are models' shapes"
     given = InEightBits.random(m, n, k, followed_by, dtype)
     with poisoned():
@@ -83,7 +101,7 @@ def test_eight_bits(
 def test_swiglu_in_e4m3(m: int, n: int, k: int, cut: tuple[int, int, int] | None) -> None:
     if cut and m > 64 and cut[1] > 256:
         pytest.skip("128 rows of x take at most 256 rows of W")
-    shape = SkinnyShape(min(padded(m), 128), *cut, 1) if cut else skinny_shape(n, k, padded(m), num_sms(DEVICE), 1)
+    shape = SkinnyShape(min(padded(m, 1), 128), *cut, 1) if cut else skinny_shape(n, k, padded(m, 1), num_sms(DEVICE), 1)
     assert shape is not None, "these are models' shapes"
     given, y_scale = InEightBits.random(m, n, k, "swiglu in e4m3", torch.float8_e4m3fn), torch.zeros(m, device=DEVICE)
     with poisoned():

@@ -244,7 +244,7 @@ def test_skinny(form: Form) -> None:
     for n, k in SKINNY:
         weight, w = matrix(n, k, form)
         for m in (9, 64, 128):
-            shape = skinny_shape(n, k, skinny_padded(m), num_sms(DEVICE), form)
+            shape = skinny_shape(n, k, skinny_padded(m, form), num_sms(DEVICE), form)
             assert shape is not None, "K is a multiple of 128"
             check(m, weight, w, shape, torch.bfloat16, "residual", False)
 
@@ -256,7 +256,7 @@ def test_skinny_cuts(follows: FollowedBy, cut: tuple[int, int, int]) -> None:
     for form in (Form(128), Form(16, 6)):
         weight, w = matrix(1104, 2048, form)
         for m in (16, 64):
-            check(m, weight, w, SkinnyShape(skinny_padded(m), *cut, form), torch.bfloat16, follows, False)
+            check(m, weight, w, SkinnyShape(skinny_padded(m, form), *cut, form), torch.bfloat16, follows, False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -349,7 +349,7 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
 
 
 @pytest.mark.parametrize(
-    ("rows", "large", "on_hopper", "source", "launches"),
+    ("rows", "large", "on_hopper", "sources", "launches"),
     [
         (8, False, True, "packed_rows", 1),
         (9, False, True, "few_rows", 1),
@@ -358,7 +358,7 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
         (16, True, True, "few_rows", 1),
         (17, True, True, "gemm_skinny", 1),
         (64, False, True, "gemm_skinny", 1),
-        (65, False, True, "packed_rows", 1),
+        (65, False, True, "packed_rows gemm_skinny", 2),
         (128, True, True, "gemm_skinny", 1),
         (129, True, True, "packed_rows", 1),
         (9, False, False, "packed_tiles", 1),
@@ -371,10 +371,10 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     rows: int,
     large: bool,
     on_hopper: bool,
-    source: str,
+    sources: str,
     launches: int,
 ) -> None:
-    """With other numbers of rows a kernel of packed_rows.cu dequantises the matrix first."""
+    """With other numbers of rows a kernel of packed_rows.cu dequantises the matrix first. Then cuBLAS or `gemm_skinny` follows."""
     for name in ("few_rows", "gemm_skinny"):
         monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
     for name in ("few_rows", "linear_packed"):
@@ -382,7 +382,7 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     four = pack(torch.zeros(64, 1024, dtype=torch.uint8), Form(128), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
     assert kernels.linear_packed_add(x, four, residual) is residual
-    assert {name for name, _ in fake_kernels} == {source}
+    assert {name for name, _ in fake_kernels} == set(sources.split())
     assert len(FakeKernel.launches) == launches
 
 

@@ -14,19 +14,29 @@ PRODUCTS = [(4096, 1024), (1024, 3072), (19456, 2560), (2560, 9728), (24576, 409
 
 
 @pytest.mark.parametrize(("n", "k"), PRODUCTS)
-@pytest.mark.parametrize("m", [1, 8, 9, 17, 32, 33, 64, 65, 256, 512])
-@pytest.mark.parametrize("itemsize", [1, 2])
+@pytest.mark.parametrize(
+    ("itemsize", "m"),
+    [(each, m) for each, more in ((1, (256, 512)), (2, (96, 128))) for m in (1, 8, 9, 17, 32, 33, 64, 65, *more)],
+)
 def test_every_shape_fits(n: int, k: int, m: int, itemsize: int) -> None:
-    shapes = [shape for _, shape in skinny_shapes(n, k, padded(m), SMS, itemsize)]
-    assert shapes
+    shapes = [shape for _, shape in skinny_shapes(n, k, padded(m, itemsize), SMS, itemsize)]
+    assert shapes or (itemsize == 2 and m > 64), "more than 64 rows in bf16 need a single wave"
     for shape in shapes:
-        assert shape.rows == min(padded(m), 128)
+        assert shape.rows == min(padded(m, itemsize), 128)
+        assert shape.rows >= min(m, 128)
         assert shape.values == itemsize
         assert shape.shared_bytes() <= SHARED_BYTES
         assert shape.threads <= (544 if shape.rows == 128 else 1024)
         in_a_box = shape.block_n // shape.boxes
         assert (in_a_box % 8, shape.block_n % 16) == (0, 0)
         assert in_a_box <= 256, "TMA fetches at most 256 rows"
+        if itemsize == 2 and shape.rows > 64:
+            tiles = -(-n // shape.block_n)
+            assert shape.split * tiles <= 2 * SMS
+            sums = (
+                shape.rows * (shape.block_n + 4) + (shape.split > 1) * -(-shape.rows // shape.split) * shape.split * shape.block_n
+            )
+            assert shape.stages * (shape.block_n + shape.rows) * 128 >= 4 * sums, "all sums lie in the ring"
         behind = -shape.block_n % 64 * 128  # bytes that the last warpgroup reads behind the last stage's rows of W
         assert shape.stages * (shape.block_n + shape.rows) * 128 - shape.rows * 128 + behind <= shape.shared_bytes()
 
@@ -64,6 +74,13 @@ def test_the_chosen_one_has_work_for_half_the_chip(n: int, k: int) -> None:
     assert shape.split * -(-n // shape.block_n) >= 0.48 * SMS
 
 
+def test_more_than_64_rows_are_for_matrices_of_one_wave() -> None:
+    of_14b, head = (34816, 5120), (151936, 2560)
+    assert skinny_shape(*of_14b, 96, SMS) is not None
+    assert skinny_shape(*of_14b, 128, SMS) is None
+    assert skinny_shape(*head, 96, SMS) is None
+
+
 @pytest.mark.parametrize(("n", "k", "itemsize"), [(1024, 72, 2), (1000, 1024, 2), (1024, 320, 1)])
 def test_what_cannot_be_cut_is_none(n: int, k: int, itemsize: int) -> None:
     assert skinny_shape(n, k, 64, SMS, itemsize) is None
@@ -73,7 +90,8 @@ def test_what_cannot_be_cut_is_none(n: int, k: int, itemsize: int) -> None:
     ("m", "dtype", "takes"),
     [
         (64, torch.bfloat16, True),
-        (65, torch.bfloat16, False),
+        (128, torch.bfloat16, True),
+        (129, torch.bfloat16, False),
         (64, torch.float16, False),
         (256, torch.float8_e4m3fn, True),
         (257, torch.float8_e4m3fn, False),

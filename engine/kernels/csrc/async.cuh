@@ -136,9 +136,8 @@ __device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group
 #define REGS_8 REGS_4 ", %4, %5, %6, %7"
 #define REGS_16 REGS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define REGS_32 REGS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define REGS_64                                                                                                            \
-    REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-            "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGS_48 REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define REGS_64 REGS_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 #ifdef OPERANDS
 // The parts of wgmma's text that depend on the operands, and the type of its sums: 0 bf16, 1 fp16, 2 e4m3, 3 int8, 4 bf16 with A

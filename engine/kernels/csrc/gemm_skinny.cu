@@ -10,7 +10,8 @@
 // W and of x by TMA into a ring of STAGES stages. W does not depend on the kernel before, so the block fetches W while that kernel
 // still runs. Each of WARPGROUPS warpgroups multiplies 64 rows of W with all rows of x by wgmma. The last warpgroup may have fewer rows of
 // W: it also multiplies what lies behind the box, and drops the results. The launcher makes shared memory reach that far.
-// Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows.
+// Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows. With INBOX_IN_RING
+// the sums arrive in the ring, when all blocks have read theirs.
 // If x has more than ROWS rows, which are 128 then, neighbouring clusters take the same rows of W and other rows of x.
 //
 // Codes become bf16 in registers, which are wgmma's operand. The scale is rounded to bf16, and so is its product with the code. While
@@ -39,12 +40,17 @@ constexpr int EACH = (ROWS + SPLIT - 1) / SPLIT;  // the most rows of x that a b
 constexpr int SUMS = ROWS / 2;  // of a thread
 constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
 constexpr int MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;
+constexpr int AT_ONCE = ROWS > 64 && MINE > 16 ? 16 : MINE;  // of y's pairs to which the product is added, in registers
 static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_N % BOXES == 0 && BOX_ROWS % 8 == 0, "whole boxes");
-static_assert(ROWS * PITCH * 4 <= STAGES * STAGE_BYTES, "the sums fit into the ring");
+// All blocks' sums of the rows of x that this block finishes.
+typedef float Inbox[SPLIT > 1 ? SPLIT : 1][SPLIT > 1 ? EACH : 1][BLOCK_N];
+constexpr u32 SUM_BYTES = ROWS * PITCH * 4;
+constexpr bool SENDS_INTO_RING = INBOX_IN_RING && SPLIT > 1;
+static_assert(SUM_BYTES + (SENDS_INTO_RING ? sizeof(Inbox) : 0) <= STAGES * STAGE_BYTES, "the sums fit into the ring");
 
 // Lies in shared memory after the ring.
 struct alignas(16) Shared {
-    float inbox[SPLIT > 1 ? SPLIT : 1][SPLIT > 1 ? EACH : 1][BLOCK_N];
+    float inbox[INBOX_IN_RING ? 1 : sizeof(Inbox) / sizeof(float)];
     float row_scale[IN_8_BITS ? ROWS : 1], column_scale[IN_8_BITS ? BLOCK_N : 1];
     u64 full[STAGES], empty[STAGES], inbox_full;
 };
@@ -66,8 +72,10 @@ __device__ __forceinline__ void product(Sum (&x)[SUMS], Operand a, u64 b, int ac
     PRODUCT_OF("32", REGS_16, AT("%16", "%17", "%18", "%19", "%20", "%21"), OUT_16(x, 0));
 #elif ROWS == 64
     PRODUCT_OF("64", REGS_32, AT("%32", "%33", "%34", "%35", "%36", "%37"), OUT_16(x, 0), OUT_16(x, 16));
+#elif ROWS == 96
+    PRODUCT_OF("96", REGS_48, AT("%48", "%49", "%50", "%51", "%52", "%53"), OUT_16(x, 0), OUT_16(x, 16), OUT_16(x, 32));
 #else
-    static_assert(ROWS == 128, "products are of 8, 16, 32, 64 or 128 rows of x");
+    static_assert(ROWS == 128, "products are of 8, 16, 32, 64, 96 or 128 rows of x");
     PRODUCT_OF("128", REGS_64, AT("%64", "%65", "%66", "%67", "%68", "%69"), OUT_64(x, 0));
 #endif
 }
@@ -123,6 +131,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
             i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
+    Inbox& inbox = *reinterpret_cast<Inbox*>(INBOX_IN_RING ? ring_bytes + SUM_BYTES : reinterpret_cast<unsigned char*>(shared.inbox));
     const int n = static_cast<int>(n_), row_tiles = ROWS < 128 ? 1 : (static_cast<int>(m_) + ROWS - 1) / ROWS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
     const int first_row = tile / row_tiles * BLOCK_N, first_of_x = tile % row_tiles * ROWS;
@@ -173,6 +182,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
             wait_for_previous();
         }
         if (SPLIT > 1) cluster_wait();
+        if (SENDS_INTO_RING) cluster_sync();
     } else {
         wait_for_previous();
         const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -183,13 +193,13 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
         auto column_of = [&](int j) { return (threadIdx.x + j * MULTIPLIERS) % PAIRS * 2; };
         auto is_there = [&](int j) { return row_of(j) < count && first_column + column_of(j) < width; };
         auto place = [&](int j) { return reinterpret_cast<u32*>(y + (first_of_x + begin + row_of(j)) * y_stride + first_column + column_of(j)); };
-        u32 before_it[FOLLOWED_BY == 1 ? MINE : 1];
-        auto load_before = [&] {
+        u32 before_it[FOLLOWED_BY == 1 ? AT_ONCE : 1];
+        auto load_before = [&](int from) {
 #pragma unroll
-            for (int j = 0; j < MINE; ++j) before_it[j] = is_there(j) ? *place(j) : 0;
+            for (int j = 0; j < AT_ONCE; ++j) before_it[j] = is_there(from + j) ? *place(from + j) : 0;
         };
-        // Now, because a load takes half a microsecond. With 128 rows there are no registers left beside the sums.
-        if (FOLLOWED_BY == 1 && ROWS < 128) load_before();
+        // Now, because a load takes half a microsecond. With more rows there are no registers left beside the sums.
+        if (FOLLOWED_BY == 1 && ROWS <= 64) load_before(0);
         if (IN_8_BITS) {
             for (int i = threadIdx.x; i < m; i += MULTIPLIERS) shared.row_scale[i] = row_scale[first_of_x + i];
             for (int i = threadIdx.x; i < BLOCK_N; i += MULTIPLIERS) shared.column_scale[i] = column_scale[min(first_row + i, n - 1)];
@@ -253,6 +263,10 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
         pin(sums);
 
         named_sync(1, MULTIPLIERS);  // all warpgroups have read the ring, which now takes the sums
+        if (SENDS_INTO_RING) {
+            cluster_wait();
+            cluster_arrive();
+        }
         float(*const partial)[PITCH] = reinterpret_cast<float(*)[PITCH]>(ring_bytes);  // [ROWS]
         const int lane = thread % 32, w_row = group * 64 + thread / 32 * 16;
         if (w_row < BLOCK_N) {
@@ -260,13 +274,13 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
             for (int i = 0; i < SUMS; ++i)
                 partial[i / 4 * 8 + lane % 4 * 2 + i % 2][w_row + lane / 4 + i / 2 % 2 * 8] = static_cast<float>(sums[i]);
         }
-        if (FOLLOWED_BY == 1 && ROWS == 128) load_before();
+        if (FOLLOWED_BY == 1 && ROWS > 64) load_before(0);
         named_sync(1, MULTIPLIERS);
         if (SPLIT > 1) {
-            cluster_wait();  // all blocks of the cluster have their barriers
+            cluster_wait();  // all blocks of the cluster have their barriers, and have read the ring if they get sums there
             for (int i = threadIdx.x; i < m * (BLOCK_N / 4); i += MULTIPLIERS) {
                 const int row = i / (BLOCK_N / 4), column = i % (BLOCK_N / 4) * 4, owner = row / each;
-                send_to(owner, *reinterpret_cast<float4*>(&shared.inbox[rank][row - owner * each][column]),
+                send_to(owner, *reinterpret_cast<float4*>(&inbox[rank][row - owner * each][column]),
                      *reinterpret_cast<const float4*>(&partial[row][column]), shared.inbox_full);
             }
             wait(shared.inbox_full, 0);
@@ -274,13 +288,14 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
 
 #pragma unroll
         for (int j = 0; j < MINE; ++j) {
+            if (FOLLOWED_BY == 1 && j > 0 && j % AT_ONCE == 0) load_before(j);
             if (!is_there(j)) continue;
             const int row = row_of(j), column = column_of(j);
             auto total = [&](int at) {
                 float sum = 0.f;
                 if (SPLIT == 1) sum = partial[row][at];
 #pragma unroll
-                for (int b = 0; b < SPLIT && SPLIT > 1; ++b) sum += shared.inbox[b][row][at];
+                for (int b = 0; b < SPLIT && SPLIT > 1; ++b) sum += inbox[b][row][at];
                 return IN_8_BITS ? sum * shared.row_scale[begin + row] * shared.column_scale[at] : sum;
             };
             if (FOLLOWED_BY == 2) {
@@ -293,7 +308,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
                     *place(j) = pack(gated(at), gated(at + 1));
                 }
             } else {
-                const u32 old = FOLLOWED_BY == 1 ? before_it[j] : 0;
+                const u32 old = FOLLOWED_BY == 1 ? before_it[j % AT_ONCE] : 0;
                 *place(j) = pack(total(column) + low(old), total(column + 1) + high(old));
             }
         }
