@@ -374,7 +374,7 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     sources: str,
     launches: int,
 ) -> None:
-    """With other numbers of rows a kernel of packed_rows.cu dequantises the matrix first. Then cuBLAS or `gemm_skinny` follows."""
+    """With other numbers of rows packed_rows.cu dequantises the matrix first. Then cuBLAS or `gemm_skinny` follows."""
     for name in ("few_rows", "gemm_skinny"):
         monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
     for name in ("few_rows", "linear_packed"):
