@@ -57,6 +57,7 @@ TEMPERATURES = {
     "0.6": SamplingOptions(max_tokens=1, temperature=0.6, top_k=20, top_p=0.95),
 }
 FIRST_TOKEN, PREFILL = 512, 8192  # tokens of a prompt
+REST_S = 0.4  # before a prompt that finds the GPU cool
 PEER_BATCHES, PEER_TOKENS = (1, 8), 32
 # vLLM 0.26 on another H200, with random weights of the same shapes. It was measured earlier, not in this run. Decode is at
 # temperature 0: 256 tokens after prompts of 128 tokens.
@@ -118,8 +119,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
             found["decode"].append([context, temperature, count, median(steps), percentile(steps, 99)])
             print(name, *found["decode"][-1], file=sys.stderr, flush=True)
     found["runs"] = {temperature: measured.whole_run(options) for temperature, options in TEMPERATURES.items()}
-    found["first token"] = median(measured.first_token(FIRST_TOKEN, 20))
-    found["prefill"] = median(measured.first_token(PREFILL, 5))
+    for name, length, repeats in (("first token", FIRST_TOKEN, 20), ("prefill", PREFILL, 5)):
+        found[name] = median(measured.first_token(length, repeats))
+        found[f"rested {name}"] = median(measured.first_token(length, repeats, REST_S))
     measured.stop()
     cache = CACHE_TOKENS * bytes_per_token(engine.config, engine.dtype)
     found["reserved"] = torch.cuda.memory_reserved() - cache
@@ -246,9 +248,11 @@ def prompt_row(name: str, found: dict[str, Any], gemm: float, bandwidth: float) 
     return {
         "model": name,
         f"ms to the first token of {FIRST_TOKEN}": found["first token"] * 1e3,
+        "after a rest, ms": found["rested first token"] * 1e3,
         "floor ms": floors[FIRST_TOKEN] * 1e3,
         "vLLM 0.26 ms (cited)": cited["first token"],
         f"prefill of {PREFILL}, tokens/s": PREFILL / found["prefill"],
+        "after a rest, tokens/s": PREFILL / found["rested prefill"],
         "floor, tokens/s": PREFILL / floors[PREFILL],
         "vLLM 0.26 tokens/s (cited)": cited["prefill"],
     }
@@ -276,6 +280,7 @@ def main(names: Sequence[str]) -> None:
         f"this run, or their FLOPs over {gemm / 1e12:,.0f} TFLOP/s, torch.mm in this run; then the bytes of all keys and values",
         "whole run: 256 prompts of 100 to 1,024 random tokens, answers of 100 to 1,024, all submitted at once; its floor: the "
         "prompts' FLOPs, then the floors of the steps, if all streams begin at once",
+        f"after a rest: {REST_S} s without work before each prompt; prompts one after the other reach a card's power limit",
         f"floor of a prompt: FLOPs over {gemm / 1e12:,.0f} TFLOP/s, torch.mm in this run, or the weights' bytes",
         f"transformers: generate(), sdpa, static cache, not compiled, {PEER_TOKENS} tokens behind prompts of 128, in this run",
         "vLLM 0.26: on another H200 earlier, not in this run; decode behind 128 or 4,096 tokens, 256 tokens each",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field, replace
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def mixed_lengths(total_tokens: int, seed: int, most: int = 2048) -> list[int]:
     return [int(length) for length in np.diff(ends, prepend=0) if length]
 
 
-def sequences(lengths: Sequence[int], seed: int, below: int = 30000) -> list[TokenIds]:
+def sequences(lengths: Sequence[int], seed: int | Sequence[int], below: int = 30000) -> list[TokenIds]:
     """Random token ids from 1,000 to `below`."""
     rng = np.random.default_rng(seed)
     return [rng.integers(1000, below, size=length).astype(np.int32) for length in lengths]
@@ -122,15 +122,20 @@ class Streaming:
             clock = self.run(given, [replace(options, max_tokens=most, seed=seed) for seed in range(count)])
         return clock.steps(count)
 
-    def first_token(self, length: int, repeats: int) -> list[float]:
-        """Seconds from a prompt's submission to its first token on an idle engine. Two runs warm up first."""
+    def first_token(self, length: int, repeats: int, rest_s: float = 0.0) -> list[float]:
+        """Seconds from a prompt's submission to its first token on an idle engine. Two runs warm up first.
+
+        Args:
+            rest_s: seconds without work before each prompt. Prompts that follow each other reach the power limit of some GPUs.
+        """
         seconds = []
-        for prompt in self.prompts(repeats + 2, length):
+        for prompt in self.prompts(repeats + 2, length, rest_s > 0):
+            sleep(rest_s)
             start = perf_counter()
             self.run([prompt], [GREEDY])
             seconds.append(perf_counter() - start)
         return seconds[2:]
 
-    def prompts(self, count: int, length: int) -> list[TokenIds]:
-        """Random prompts. The length is the seed, so prompts of two lengths do not begin alike."""
-        return sequences([length] * count, seed=length, below=min(30000, self.engine.config.vocab_size))
+    def prompts(self, count: int, length: int, others: bool = False) -> list[TokenIds]:
+        """Random prompts, or others of the same length. Prompts of two lengths do not begin alike."""
+        return sequences([length] * count, seed=(length, others), below=min(30000, self.engine.config.vocab_size))

@@ -34,6 +34,9 @@ def test_a_random_model_decodes_and_gives_first_tokens() -> None:
     try:
         assert len(streaming.decode(3, 20, 12, warm_tokens=2)) >= 8
         assert len(streaming.first_token(64, 2)) == 2
+        assert len(streaming.first_token(64, 2, rest_s=0.01)) == 2
+        first, other = streaming.prompts(1, 64)[0], streaming.prompts(1, 64, others=True)[0]
+        assert first[0] != other[0], "the second prompts are not in the cache"
     finally:
         streaming.stop()
 
