@@ -14,13 +14,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
 import orjson
 import yaml
+from httptools import HttpResponseParser
 from tokenizers import Tokenizer
 
 from cluster.models_file import ModelsFile
@@ -205,10 +206,13 @@ def row(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
 
 
 class Client(asyncio.Protocol):
-    """Sends one request. Keeps the text, the times of its events, and the way in which the answer ended."""
+    """Sends one request. Keeps the text, the times of its events, and the way in which the answer ended.
+
+    The HTTP parser joins chunks: a proxy may begin a chunk in the middle of an event.
+    """
 
     def __init__(self, request: bytes) -> None:
-        self._request, self._data = request, bytearray()
+        self._request, self._parser, self._data = request, HttpResponseParser(self), bytearray()
         self.text, self.error, self.times = "", "", [perf_counter()]
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -217,22 +221,29 @@ class Client(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._end(f"no [DONE]: {bytes(self._data[:80])!r}")
+
+    def on_body(self, data: bytes) -> None:
+        """Called by the parser."""
         self._data += data
         *events, rest = self._data.split(b"\n\n")
         self._data = bytearray(rest)
         for event in events:
-            _, found, content = event.partition(b"data: ")
-            if not found:
-                continue
-            if content == b"[DONE]":
-                self._end("")
-                return
-            answer = orjson.loads(content)
-            if "error" in answer:
-                self._end(f"error: {answer['error']['message'][:80]}")
-                return
-            self.text += answer["choices"][0]["text"]
-            self.times.append(perf_counter())
+            if not event.startswith(b":"):  # a comment
+                self._take(event.removeprefix(b"data: "))
+
+    def _take(self, content: bytearray) -> None:
+        if content == b"[DONE]":
+            return self._end("")
+        answer = orjson.loads(content)
+        if "error" in answer:
+            return self._end(f"error: {answer['error']['message'][:80]}")
+        self.text += answer["choices"][0]["text"]
+        self.times.append(perf_counter())
 
     def connection_lost(self, _: Exception | None) -> None:
         self._end(f"closed: {bytes(self._data[:80])!r}")
@@ -258,8 +269,9 @@ async def clients(port: int, streams: int, tokens: int) -> list[tuple[str, float
     print("started", flush=True)
 
     async def one() -> Client:
-        # Prompts differ, as clients' do. A prompt that is in flight at two deaths is refused (docs/decisions/034).
-        prompt = [random.randint(300, 10_000) for _ in range(PROMPT_TOKENS)]
+        # Prompts differ, as clients' do. A prompt that is in flight at two deaths is refused (docs/decisions/034). The last token
+        # is a word: after a part of a character the answer would begin with the rest of the character.
+        prompt = [*(random.randint(300, 10_000) for _ in range(PROMPT_TOKENS - 1)), token_at(0)]
         body = orjson.dumps({"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True})
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -271,6 +283,10 @@ async def clients(port: int, streams: int, tokens: int) -> list[tuple[str, float
         return client
 
     found = await asyncio.gather(*(one() for _ in range(streams)))
+    for each in found:
+        if not each.error and each.text != whole:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(each.text, whole, strict=False)))
+            print(f"other text after {same} characters: {each.text[same:][:80]!r}", file=sys.stderr)
     return [(each.error or ("whole" if each.text == whole else "other text"), *_pause(each.times)) for each in found]
 
 
