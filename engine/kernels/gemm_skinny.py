@@ -21,7 +21,7 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
-# Up to so many rows of x this kernel is faster than all others.
+# Up to so many rows of x this kernel is faster than all others, if it has a shape for W.
 MOST_ROWS = {torch.bfloat16: 128, torch.float8_e4m3fn: 256, torch.int8: 512}
 _TILE = 128  # the most rows of x that a block multiplies
 _MOST_BOX_ROWS, _MOST_BLOCK_N = 256, 320
@@ -113,7 +113,7 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -
             continue
         tiles = row_tiles * -(-n // block_n)
         waves = -(-tiles // (together * sms * _CLUSTERS[split] // _CLUSTERS[1]))
-        if in_ring and waves > 1:  # cuBLAS is faster then
+        if in_ring and waves > 1:  # then cuBLAS is faster
             continue
         in_turn = -(-tiles * split // sms) if waves == 1 else waves * together  # blocks that the busiest multiprocessor computes
         moved = steps * stage  # by a block
@@ -236,7 +236,7 @@ def _stage_bytes(rows: int, block_n: int, values: int | Form) -> int:
 
 
 def _inbox_is_in_ring(rows: int, values: int | Form) -> bool:
-    """Returns whether the sums of other blocks take the place of boxes: beside the ring they would leave it too short."""
+    """Returns whether other blocks' sums lie in the ring. With a place of their own the ring would be too short."""
     return rows > 64 and values == 2
 
 
