@@ -38,7 +38,7 @@ SERVE_ENV = {
     # Serve kills a proxy that is not ready within this time, and then a deploy fails. Its imports took more than Ray's 5 s on a
     # busy machine.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-    # Serve starts a node's HAProxy again after three checks that find it dead. Ray's period is 10 s.
+    # Seconds between two checks of a node's HAProxy. After three failed checks Serve starts HAProxy again. Ray's default is ten.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "2",
     # A node that was cut off for some seconds would keep its old gateways for ever.
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.haproxy_manager:use_ours",

@@ -236,7 +236,7 @@ def _stage_bytes(rows: int, block_n: int, values: int | Form) -> int:
 
 
 def _inbox_is_in_ring(rows: int, values: int | Form) -> bool:
-    """Returns whether other blocks' sums lie in the ring. With a place of their own the ring would be too short."""
+    """Returns whether other blocks' sums lie in the ring. Beside a place for these sums the ring would be too short."""
     return rows > 64 and values == 2
 
 

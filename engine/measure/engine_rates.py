@@ -129,7 +129,7 @@ class Streaming:
             rest_s: seconds without work before each prompt. Prompts that follow each other reach the power limit of some GPUs.
         """
         seconds = []
-        for prompt in self.prompts(repeats + 2, length, rest_s > 0):
+        for prompt in self.prompts(repeats + 2, length, others=rest_s > 0):
             sleep(rest_s)
             start = perf_counter()
             self.run([prompt], [GREEDY])

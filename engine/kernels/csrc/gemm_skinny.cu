@@ -11,7 +11,7 @@
 // still runs. Each of WARPGROUPS warpgroups multiplies 64 rows of W with all rows of x by wgmma. The last warpgroup may have fewer rows of
 // W: it also multiplies what lies behind the box, and drops the results. The launcher makes shared memory reach that far.
 // Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows. With INBOX_IN_RING
-// the sums arrive in the ring, when all blocks have read theirs.
+// the sums arrive in the ring, after all blocks of the cluster have read their rings.
 // If x has more than ROWS rows, which are 128 then, neighbouring clusters take the same rows of W and other rows of x.
 //
 // Codes become bf16 in registers, which are wgmma's operand. The scale is rounded to bf16, and so is its product with the code. While
@@ -40,7 +40,7 @@ constexpr int EACH = (ROWS + SPLIT - 1) / SPLIT;  // the most rows of x that a b
 constexpr int SUMS = ROWS / 2;  // of a thread
 constexpr int WIDE = FOLLOWED_BY == 2 ? BLOCK_N / 2 : BLOCK_N, PAIRS = WIDE / 2;  // columns of y of a block
 constexpr int MINE = (EACH * PAIRS + MULTIPLIERS - 1) / MULTIPLIERS;
-constexpr int AT_ONCE = ROWS > 64 && MINE > 16 ? 16 : MINE;  // of y's pairs to which the product is added, in registers
+constexpr int AT_ONCE = ROWS > 64 && MINE > 16 ? 16 : MINE;  // pairs of y's old values that a thread holds at a time
 static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_N % BOXES == 0 && BOX_ROWS % 8 == 0, "whole boxes");
 // All blocks' sums of the rows of x that this block finishes.
 typedef float Inbox[SPLIT > 1 ? SPLIT : 1][SPLIT > 1 ? EACH : 1][BLOCK_N];
