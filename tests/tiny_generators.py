@@ -55,4 +55,4 @@ def assert_likely(engine: Engine, given: Sequence[Sequence[int]], answers: Seque
         for token in score.prompt_tokens[len(prompt) :]:
             assert token.logprob is not None
             assert token.top is not None
-            assert token.logprob > token.top[0][1] - 0.3
+            assert token.logprob > token.top[0][1] - 0.3, f"{token} after a prompt of {len(prompt)} tokens"

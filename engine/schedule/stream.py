@@ -475,7 +475,7 @@ class Stream(Waiting):
             self.num_kept = num_full
 
     def keep_delivered(self) -> None:
-        """The same as `keep`, for a stream of a cohort: every token except the answer's last one is computed."""
+        """The same as `keep`, after a delivered pass of the stream's cohort: all tokens but the answer's last are computed."""
         self.keep(Slice(self, 0, 0, self.length - 1))
 
     def give_back(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -226,6 +227,81 @@ def test_whoever_leaves_gives_the_pages_back_at_once(
     assert device.pages.num_free == 40
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.tuples(words, st.integers(1, 9), st.integers(0, 3), st.booleans()), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 30),
+    st.integers(1, 3),
+    st.sets(st.integers(0, 30)),
+    st.sets(st.integers(0, 30)),
+    st.sets(st.tuples(st.integers(0, 30), st.integers(0, 3))),
+)
+def test_no_later_answer_begins_with_pages_that_were_not_computed(
+    waves: list[list[tuple[list[int], int, int, bool]]],
+    budget: int,
+    passes_in_flight: int,
+    unlaunched: set[int],
+    failed: set[int],
+    left: set[tuple[int, int]],
+) -> None:
+    """Launches and passes fail. Streams are left after a pass is scheduled. Later streams have the same prefixes.
+
+    A stream may begin with tokens of its answer that another engine has computed.
+    """
+    device, numbers = FailingDevice(40, passes_in_flight, unlaunched, failed), count()
+    passes = Passes(device, budget)
+    schedule, waiting = passes.schedule, list[Stream]()
+
+    def schedule_and_leave() -> list[Slice]:
+        slices, number = schedule(), next(numbers)
+        for index, each in enumerate(waiting):
+            if (number, index) in left:
+                each.future.cancel()
+        return slices
+
+    passes.schedule = schedule_and_leave  # type: ignore[method-assign]
+    for wave in [*waves, [(prompt, most, 0, True) for each in waves for prompt, most, *_ in each]]:
+        waiting[:] = [stream(prompt, most, ahead=ahead) for prompt, most, _, ahead in wave]
+        for each, (prompt, most, num_known, _) in zip(waiting, wave, strict=True):
+            each.go_on_after(answer_of(prompt, most)[:num_known])
+        for _ in passes.steps([each for each in waiting if not each.future.done()]):
+            device.pages.check_integrity()
+        for each, (prompt, most, *_) in zip(waiting, wave, strict=True):
+            if not (each.future.cancelled() or each.future.exception(0)):
+                assert ids(each.future.result(0)) == answer_of(prompt, most)
+    assert device.pages.num_free == 40
+
+
+class FailingDevice(Device):
+    """`unlaunched`: the numbers of the passes that cannot be launched. `failed`: of those that fail after the launch."""
+
+    def __init__(self, num_pages: int, passes_in_flight: int, unlaunched: set[int], failed: set[int]) -> None:
+        super().__init__(num_pages, passes_in_flight=passes_in_flight)
+        self.unlaunched, self.failed, self.numbers = unlaunched, failed, count()
+
+    def launch(self, *arguments: Any) -> Any:
+        number = next(self.numbers)
+        if number in self.unlaunched:
+            raise BackendError("not launched")
+        if number in self.failed:
+            return FailedFlight()
+        return super().launch(*arguments)
+
+
+class FailedFlight:
+    done = True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> Output:
+        raise BackendError("failed")
+
+
 @pytest.mark.parametrize("num_streams", [2, 3, 6, 7])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_pipeline_waits_for_no_pass_but_that_of_the_same_group(num_streams: int, num_stages: int) -> None:
@@ -286,6 +362,23 @@ def test_a_stream_that_is_left_between_schedule_and_launch_harms_nobody() -> Non
     device.pages.check_integrity()
     assert device.pages.num_free == 20
     assert passes.scheduler.is_idle
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_page_is_kept_of_a_prompt_that_was_not_computed(fails: bool) -> None:
+    """The launch fails, or the stream is left before the launch. The stream is in a cohort already."""
+    device = FailingDevice(20, 2, {0} if fails else set(), set())
+    passes = Passes(device, 100)
+    first, second = stream([1] * 9), stream([1] * 9)
+    passes.scheduler.add(first)
+    slices = passes.schedule()
+    assert first.cohort is not None
+    if not fails:
+        first.future.cancel()
+    assert list(passes.launch(slices)) == []
+    assert device.pages.num_kept_tokens(second.prompt) == 0
+    passes.run([second])
+    assert ids(second.future.result(0)) == answer_of([1] * 9, 8)
 
 
 def test_a_stream_that_is_left_is_in_no_later_pass(monkeypatch: pytest.MonkeyPatch) -> None:
