@@ -16,7 +16,7 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 from cuda.core import ObjectCode, Program, ProgramOptions
-from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache
+from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
 
 from engine.errors import ModelError
 
@@ -45,6 +45,12 @@ def compile_kernel(source: str, defines: Mapping[str, int], arch: str) -> Object
         return program.compile("cubin", cache=_cache())
     except Exception as error:  # cuda.core's NVRTCError is private
         raise ModelError(f"kernel {source}.cu does not compile for {arch}: {error}") from error
+
+
+def is_compiled(source: str, defines: Mapping[str, int], arch: str) -> bool:
+    """Whether the cache has the cubin of this kernel. If not, `compile_kernel` compiles it."""
+    key = make_program_cache_key(code=whole_source(source), code_type="c++", options=_options(defines, arch), target_type="cubin")
+    return _cache().get(key) is not None
 
 
 def compile_report(source: str, defines: Mapping[str, int], arch: str) -> dict[str, Resources]:
@@ -110,17 +116,21 @@ def _read(name: str) -> str:
 
 
 def _program(source: str, defines: Mapping[str, int], arch: str, report: bool = False) -> Program:
-    options = ProgramOptions(
-        arch=arch,
-        std="c++17",
-        device_as_default_execution_space=True,  # NVRTC 13.0 takes lambdas with `auto` parameters for host code
-        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
-        ptxas_options=["-v"] if report else None,
-    )
+    options = _options(defines, arch)
+    options.ptxas_options = ["-v"] if report else None
     try:
         return Program(whole_source(source), "c++", options)
     except Exception as error:  # there is no library: cuda.core passes on its loader's error
         raise ModelError(_NO_NVRTC.format(error)) from error
+
+
+def _options(defines: Mapping[str, int], arch: str) -> ProgramOptions:
+    return ProgramOptions(
+        arch=arch,
+        std="c++17",
+        device_as_default_execution_space=True,  # NVRTC 13.0 takes lambdas with `auto` parameters for host code
+        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+    )
 
 
 @cache

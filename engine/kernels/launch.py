@@ -1,19 +1,56 @@
 """Loaded kernels and their launch on torch's current stream."""
 
-from collections.abc import Mapping
-from functools import cache
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from cuda.bindings import driver
-from cuda.core import LaunchConfig, Stream, launch
+from cuda.core import LaunchConfig, ObjectCode, Stream, launch
 from torch import Tensor
 
 from engine.errors import BackendError
-from engine.kernels.compile import compile_kernel
+from engine.kernels.compile import compile_kernel, is_compiled
 from engine.kernels.signature import signature
 
 NO_DEFINES: Mapping[str, int] = MappingProxyType({})
+
+
+class Rehearsal:
+    """Passes that only show which kernels they need."""
+
+    def __init__(self, compilers: Executor) -> None:
+        self.compiles = False  # whether the cache had not all kernels so far
+        self._compilers = compilers
+
+    def compile(self, source: str, defines: Mapping[str, int], arch: str) -> Future[ObjectCode]:
+        self.compiles = self.compiles or not is_compiled(source, defines, arch)
+        return self._compilers.submit(compile_kernel, source, defines, arch)
+
+
+class _ThisThread(threading.local):
+    rehearsal: Rehearsal | None = None
+
+
+_this_thread = _ThisThread()
+
+
+@contextmanager
+def rehearsal() -> Iterator[Rehearsal]:
+    """Compiles the kernels of the passes in this context, on all cores at once. Meanwhile this thread launches no kernel.
+
+    So the results of these passes are undefined. Returns when all kernels are compiled.
+    """
+    with ThreadPoolExecutor(thread_name_prefix="engine-compiler") as compilers:
+        _this_thread.rehearsal = Rehearsal(compilers)
+        try:
+            yield _this_thread.rehearsal
+        finally:
+            _this_thread.rehearsal = None
 
 
 class Kernel:
@@ -34,34 +71,47 @@ class Kernel:
         features: str = "",
     ) -> None:
         """`features`: the suffix of the arch's number for instructions that only this chip has, such as the a of "sm_90a"."""
-        code = compile_kernel(source, defines, arch_of(device) + features)
-        self._code = code  # the module stays loaded as long as this reference lives
-        self._kernel = code.get_kernel(entry)
         self._entry = entry
         self._signature = signature(source, entry, defines)
         self._device = device
         self._threads, self._shared_bytes = threads, shared_bytes
         self._overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
-        if shared_bytes > 48 * 1024:
+        arch = arch_of(device) + features
+        if _this_thread.rehearsal is not None:
+            self._compiled = _this_thread.rehearsal.compile(source, defines, arch)
+        else:
+            self._compiled = Future[ObjectCode]()
+            self._compiled.set_result(compile_kernel(source, defines, arch))
+
+    @cached_property
+    def _kernel(self) -> Any:
+        """The loaded kernel. Its module stays loaded as long as `_compiled` lives."""
+        kernel = self._compiled.result().get_kernel(self._entry)
+        if self._shared_bytes > 48 * 1024:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, int(self._kernel.handle), device.index or 0)
+            (status,) = driver.cuKernelSetAttribute(attribute, self._shared_bytes, int(kernel.handle), self._device.index or 0)
             if status != driver.CUresult.CUDA_SUCCESS:
-                raise BackendError(f"kernel {entry} needs {shared_bytes} bytes of shared memory: {status}")
+                raise BackendError(f"kernel {self._entry} needs {self._shared_bytes} bytes of shared memory: {status}")
+        return kernel
 
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
         """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32.
 
+        In a rehearsal nothing is launched.
         Raises: BackendError for arguments that the source does not take. RuntimeError, as in torch's operations, for an error
             from the driver. The error may belong to an earlier launch.
         """
         values = self._signature.values(arguments)
+        if _this_thread.rehearsal is not None:
+            return
+        kernel = self._kernel
         config = LaunchConfig(
             grid=grid, block=self._threads, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
         )
         # torch.cuda.current_stream calls this, too, but also makes an object, which takes 4 us instead of 0.1.
         stream = torch._C._cuda_getCurrentRawStream(self._device.index or 0)
         try:
-            launch(_stream(stream), config, self._kernel, *values)
+            launch(_stream(stream), config, kernel, *values)
         except Exception as error:  # the class of cuda.core's errors is private
             raise RuntimeError(f"launching {self._entry}: {error}") from error
 

@@ -149,6 +149,12 @@ class CudaRunner:
         is_short = num_tokens <= _SHORT_TOKENS
         return CudaFlight(host, outputs, heads, sequences, options, staging.end, is_short, self._devices, staging, self._idle)
 
+    @torch.inference_mode()
+    def run_padding(self, shape: BatchShape) -> None:
+        """Queues a pass of this shape without sequences, and without a graph."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self.network(shape.view(torch.zeros(shape.size, dtype=torch.int32, device=self._device)), ())
+
     def _run_before(self, shape: BatchShape, layout: Layout, filled: Tensor) -> Tensor | None:
         """Queues the earlier stages of a pipeline (`engine/run/cuda_embedding.py`).
 

@@ -242,8 +242,7 @@ class StreamRunner:
             if len(self._buffer) < room:  # the buffer cannot be replaced, because earlier graphs read its address
                 raise RuntimeError(f"a graph's batch takes {room} numbers, there is room for {len(self._buffer)}")
             if eager_first:  # a capture can neither compile kernels nor load a library's
-                with torch.cuda.stream(self._stream):
-                    self._compute(shape, self._padding(shape), before=self._graph_input(shape))
+                self.run_padding(shape)
             assert self._hidden is not None
             hidden_place, sampled_place = self._hidden[: shape.num_seqs], self._sampled[: shape.num_seqs]
 
@@ -255,6 +254,12 @@ class StreamRunner:
                 hidden_place.copy_(hidden)
 
             return self._pool.capture(compute, new_thread=not eager_first)
+
+    @torch.inference_mode()
+    def run_padding(self, shape: StreamShape) -> None:
+        """Queues a pass of this shape without streams, and without a graph."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._compute(shape, self._padding(shape), before=self._graph_input(shape))
 
     def _padding(self, shape: StreamShape) -> Tensor:
         """The buffer of a batch without streams."""

@@ -5,7 +5,8 @@ lack of memory, and a second engine on the card sees the memory that is really f
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 from time import perf_counter
 
@@ -15,12 +16,14 @@ import torch
 from engine.devices import compute_dtype, is_8_bits
 from engine.draws import Row
 from engine.errors import OutOfMemory
+from engine.kernels.launch import rehearsal
 from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAM_TOKENS, body_parameters, most_graph_tokens
 from engine.options import SamplingOptions, TokenIds
 from engine.run.cuda import CudaRunner
 from engine.run.cuda_streams import StreamRunner
 from engine.run.kv_cache import PAGE_SIZE
+from engine.run.streams import StreamShape
 from engine.schedule.piece import Piece
 from engine.schedule.proposer import MOST_TRUST, TRUSTED_FROM
 
@@ -33,6 +36,8 @@ _SMALL_BODY = 200_000_000
 # A query may wait for a whole pass of other work. A slower card gets smaller passes.
 _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
+# Passes of more tokens use the same kernels as passes of this many.
+_REHEARSED_TOKENS = 1024
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
 # On an H200 a stream that speculates in vain costs some milliseconds, and each further stream of a pass that verifies tokens
@@ -75,6 +80,8 @@ class _StreamTrials:
 
     def tune(self, max_batch_tokens: int | None) -> int:
         runner, budget = self._runner, max_batch_tokens or MOST_STREAM_TOKENS
+        if runner.num_stages == 1:
+            self._rehearse(budget)
         while not self._fits(budget):
             if budget <= _BUDGETS[0] or max_batch_tokens:
                 raise OutOfMemory(
@@ -88,11 +95,20 @@ class _StreamTrials:
         runner.prepare_graphs([*decodes, *chunks], self._config.hidden_size, compute_dtype(self._dtype))
         # The largest comes first: the memory that it takes is enough for all others. Then comes the shape of one prompt.
         runner.graphs.capture_all(((shape, ()) for shape in (chunks[0], *decodes)), MOST_STEPS_CAPTURE_S)
-        runner.graphs.capture_all((shape, ()) for shape in chunks if not shape.num_decodes and shape.num_chunks == 1)
+        runner.graphs.capture_all((shape, ()) for shape in _alone(chunks))
         runner.max_graph_tokens = limit
         if runner.speculation_rows:
             self._find_speculation()
         return budget
+
+    def _rehearse(self, budget: int) -> None:
+        """Compile the kernels of all passes on all cores at once, unless the cache has those of the largest pass."""
+        packer = self._runner.packer
+        with rehearsal() as found, suppress(torch.OutOfMemoryError):
+            self._fits(budget)
+            if found.compiles:
+                for shape in (*packer.decode_shapes(), *_alone(packer.chunk_shapes(_REHEARSED_TOKENS))):
+                    self._runner.run_padding(shape)
 
     def _find_speculation(self) -> None:
         """Set the rows and the trust of streams that speculate. Their waits for the host cost more if decode steps are short."""
@@ -146,6 +162,11 @@ class _StreamTrials:
         return pieces
 
 
+def _alone(shapes: Iterable[StreamShape]) -> Iterator[StreamShape]:
+    """The shapes of one prompt without streams that decode."""
+    return (shape for shape in shapes if not shape.num_decodes and shape.num_chunks == 1)
+
+
 class _Trials:
     def __init__(self, runner: CudaRunner, config: ModelConfig, dtype: torch.dtype) -> None:
         self._runner, self._config, self._dtype = runner, config, dtype
@@ -153,6 +174,8 @@ class _Trials:
 
     def tune(self, max_batch_tokens: int | None, max_batch_seqs: int) -> int:
         runner = self._runner
+        if runner.num_stages == 1:
+            self._rehearse(max_batch_tokens or first_budget(self._config, self._dtype))
         budget = max_batch_tokens or self._find_budget()
         graph_tokens = 0
         # There are no graphs for the reference attention, which reads the lengths on the host, and for a pipeline.
@@ -170,6 +193,15 @@ class _Trials:
             runner.max_graph_tokens = graph_tokens
             self._fits([min(16, self._longest)])
         return budget
+
+    def _rehearse(self, budget: int) -> None:
+        """The same as `_StreamTrials._rehearse`. Passes of the reference attention have no more kernels."""
+        packer = self._runner.packer
+        with rehearsal() as found, suppress(torch.OutOfMemoryError):
+            self._fits(self._typical(budget))
+            if found.compiles and packer.tiling is not None:
+                for shape in packer.graph_shapes(min(budget, _REHEARSED_TOKENS)):
+                    self._runner.run_padding(shape)
 
     def _find_budget(self) -> int:
         """The first budget that fits and whose pass is not too long."""
