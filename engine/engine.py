@@ -294,15 +294,15 @@ class Engine:
         """Compiles the kernels before the first request, and raises ModelError for a broken model."""
         if self.config.generation is not None:
             return self._warm_up_streams(max_batch_tokens)
+        self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
+        if isinstance(self.runner, CudaRunner):  # first, so that `tune` compiles all kernels
+            self.max_batch_tokens = tune(self.runner, self.config, self.dtype, max_batch_tokens, self.max_batch_seqs)
+            self.tokenizer.limit_to(self.longest_input)  # a longer input would fail, out of memory
+            log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
         if not self.launch(self.tokenizer.encode(["warm up"], EncodeOptions())).wait().finite.all():
             raise ModelError(
                 f"the model gives vectors that are not finite in {self.dtype_name}; try --dtype float32 or check the weights"
             )
-        self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
-        if isinstance(self.runner, CudaRunner):
-            self.max_batch_tokens = tune(self.runner, self.config, self.dtype, max_batch_tokens, self.max_batch_seqs)
-            self.tokenizer.limit_to(self.longest_input)  # a longer input would fail, out of memory
-            log.info("token budget %d, CUDA graphs up to %d tokens", self.max_batch_tokens, self.max_graph_tokens)
 
     def _warm_up_streams(self, max_batch_tokens: int | None) -> None:
         self.max_batch_tokens = max_batch_tokens or self.max_batch_tokens
