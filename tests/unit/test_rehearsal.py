@@ -123,7 +123,7 @@ def test_a_model_compiles_its_kernels_in_the_rehearsal(name: str, monkeypatch: p
         engine = random_engine(config, cache_tokens=1 << 14)
         for count in (1, 3, 20, 90):
             engine.generate([np.arange(5, dtype=np.int32)] * count, SamplingOptions(max_tokens=4))
-    assert len(threads) > 10
+    assert len(threads) > 5
     assert {each.rpartition("_")[0] for each in threads} == {"engine-compiler"}
 
 
