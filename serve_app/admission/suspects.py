@@ -1,7 +1,8 @@
 """Remembers the requests that were in flight when a replica died, because one of them may have killed the replica.
 
 A request with one death is a suspect. Only one suspect runs at a time, so a second death is certainly its own fault. A request
-with two deaths is refused for `REFUSED_S`. A suspect that gets its answer is no longer a suspect (docs/decisions/034).
+with two deaths is refused for `REFUSED_S`. A suspect that gets its answer is no longer a suspect, and a stream that has got some
+tokens does not become one (docs/decisions/034).
 """
 
 import asyncio
@@ -26,6 +27,9 @@ _DEATHS_TO_REFUSE = 2
 _MOST = 8192
 # Tokens after which a stream on another replica has passed the point at which its first replica died.
 _PROOF_TOKENS = 4
+# A stream that has got this many tokens from a replica is no suspect if the replica dies: a request that kills a replica nearly
+# always kills it with its prompt or with its first tokens.
+_SETTLED_TOKENS = 16
 # Seconds after which the next suspect may run although the current one still runs.
 _ALONE_S = 10.0
 # Seconds between two checks of a suspect's progress.
@@ -55,6 +59,12 @@ def innocence(stream: Stream) -> Callable[[], bool]:
     """
     proof = len(stream.answer) + _PROOF_TOKENS if stream.answer else inf
     return lambda: len(stream.answer) >= proof or _has_answer(stream)
+
+
+def settled(stream: Stream) -> Callable[[], bool]:
+    """Whether a stream has got so many tokens since now that it is no suspect if its present replica dies."""
+    enough = stream.num_answered + _SETTLED_TOKENS
+    return lambda: stream.num_answered >= enough
 
 
 def _has_answer(stream: Stream) -> bool:

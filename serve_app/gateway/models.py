@@ -29,7 +29,7 @@ from engine.text import grammar
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
-from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
+from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence, settled
 from serve_app.compute.turns import Turns
 from serve_app.errors import Asleep as ModelAsleep
 from serve_app.errors import Quarantined, Unhealthy, UnknownModel
@@ -188,15 +188,19 @@ class PooledModel:
             if not self._open_tokens[qos.owner]:
                 del self._open_tokens[qos.owner]
 
-    def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None) -> bool:
+    def lost(self, mark: int, attempt: int, error: Exception, sent_at: float | None = None, is_innocent: bool = False) -> bool:
         """Records that a replica was lost with this request. If the replica died, the request is now a suspect.
 
+        Args:
+            is_innocent: for a stream that is settled. It does not become a suspect.
         Returns: whether the request may be the reason. False if the replica was already gone when the request was sent.
         """
         level = logging.WARNING if attempt < 3 else logging.DEBUG  # a request may try dozens of times
         log.log(level, "%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
         if not isinstance(error, ReplicaDied):
             return not isinstance(error, Unreachable)
+        if is_innocent:
+            return False
         death = self.suspects.died(mark, error.replica, sent_at)
         if death is None:
             return False
@@ -329,6 +333,7 @@ class PooledGenerator(PooledModel):
         num_lost = 0
         try:
             while num_lost < 2:
+                is_settled = settled(stream)
                 try:
                     await self.suspects.run(mark, attempt, innocence(stream))
                     return None
@@ -336,7 +341,7 @@ class PooledGenerator(PooledModel):
                     log.info("a stream moves: %s", stopping)
                 except LOST as lost:
                     num_lost += 1
-                    self.lost(mark, num_lost, lost)
+                    self.lost(mark, num_lost, lost, is_innocent=is_settled())
             error = self.given_up(mark)
             if stream.answer and not isinstance(error, Quarantined):
                 after = f"{len(stream.answer)} tokens"

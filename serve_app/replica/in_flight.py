@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
@@ -46,6 +47,10 @@ class InFlight:
         self.suspects = Suspects()
         self._journal = Journal(journal_file(folder, replica))
         self._others = OtherJournals(folder, replica)
+        # Other threads take single values out of these two. A request that has left is in neither.
+        self._slots: dict[int, Sequence[int]] = {}  # in the journal, by entry
+        self._unsettled: dict[int, Callable[[], bool]] = {}  # for streams: whether the entry may leave, by entry
+        self._entries = count()
         self._left: deque[tuple[float, Sequence[int]]] = deque()  # (end time, slots) of requests whose clients have left
         self._answered = deque[int]()  # suspects with an answer, to be cleared on the event loop
         self._looked_at = -_LOOK_EVERY_S
@@ -69,6 +74,7 @@ class InFlight:
         if now - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = now
             self._others.look()
+            self._settle()
         while self._answered:
             self.suspects.clear(self._answered.popleft())
         while self._left and self._left[0][0] < now:
@@ -82,48 +88,77 @@ class InFlight:
         self.look()
         return bool(self.suspects) and any(mark in self.suspects for mark in marks)
 
-    def enter(self, mark: int) -> Callable[[BaseException | None], None]:
-        """Writes a request into the journal. Returns: a callback for the request's end, which takes its error."""
-        slots = self._journal.enter([mark])
+    def _settle(self) -> None:
+        """Removes the streams from the journal that would be no suspects now."""
+        for entry, is_settled in list(self._unsettled.items()):
+            if is_settled():
+                self._leave(entry, None)
+
+    def enter(self, mark: int, is_settled: Callable[[], bool] | None = None) -> Callable[[BaseException | None], None]:
+        """Writes a request into the journal. Returns: a callback for the request's end, which takes its error.
+
+        Args:
+            is_settled: for a stream, `suspects.settled`. A settled stream leaves the journal before its end.
+        """
+        entry = self._enter([mark], is_settled)
 
         def leave(error: BaseException | None) -> None:
-            self._leave(slots, error)
+            self._leave(entry, error)
             if error is None and mark in self.suspects:
                 self._answered.append(mark)
 
         return leave
 
     @contextmanager
-    def written(self, marks: Sequence[int]) -> Iterator["Entry"]:
-        """Keeps the requests in the journal within the context. An answer clears requests that became suspects."""
-        slots, entry = self._journal.enter(marks), Entry()
+    def written(self, marks: Sequence[int], is_settled: Callable[[], bool] | None = None) -> Iterator["Entry"]:
+        """Keeps the requests in the journal within the context. An answer clears requests that became suspects.
+
+        Args:
+            is_settled: as for `enter`.
+        """
+        number, entry = self._enter(marks, is_settled), Entry()
         try:
             yield entry
         except BaseException as error:  # not kept in `entry`: its frames refer to `entry`
-            self._leave(slots, error)
+            self._leave(number, error)
             raise
-        self._leave(slots, entry.error)
+        self._leave(number, entry.error)
         if entry.error is None:
             for mark in marks:
                 self.suspects.clear(mark)
 
-    def _leave(self, slots: Sequence[int], error: BaseException | None) -> None:
+    def _enter(self, marks: Sequence[int], is_settled: Callable[[], bool] | None) -> int:
+        entry = next(self._entries)
+        self._slots[entry] = self._journal.enter(marks)
+        if is_settled is not None:
+            self._unsettled[entry] = is_settled
+        return entry
+
+    def _leave(self, entry: int, error: BaseException | None) -> None:
         """Removes requests from the journal. Not if the device is lost, which will end the replica, and later if the client has
-        left, because the request may still be in a pass."""
+        left, because the request may still be in a pass. Does nothing for an entry that has left."""
+        self._unsettled.pop(entry, None)
+        slots = self._slots.pop(entry, ())
         if isinstance(error, CancelledError):
             self._left.append((monotonic() + _LAST_PASS_S, slots))
         elif not isinstance(error, DeviceLost):
             self._journal.leave(slots)
 
-    async def run(self, mark: int, work: Callable[[], Awaitable[T]], is_proven: Callable[[], bool] | None = None) -> T:
-        """Like `Suspects.run`. The request is in the journal while it runs."""
+    async def run(
+        self,
+        mark: int,
+        work: Callable[[], Awaitable[T]],
+        is_proven: Callable[[], bool] | None = None,
+        is_settled: Callable[[], bool] | None = None,
+    ) -> T:
+        """Like `Suspects.run`. The request is in the journal while it runs, a stream until `is_settled` as for `enter`."""
         self.look()
         if mark not in self.suspects:
-            with self.written([mark]):
+            with self.written([mark], is_settled):
                 return await work()
 
         async def written() -> T:
-            with self.written([mark]):
+            with self.written([mark], is_settled):
                 return await work()
 
         result = await self.suspects.run(mark, written, is_proven)

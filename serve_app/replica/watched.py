@@ -10,7 +10,7 @@ from engine.options import EmbedOptions, TokenIds
 from engine.results import Embeddings
 from engine.schedule.stream import Stream
 from serve_app.admission.qos import Qos
-from serve_app.admission.suspects import fingerprint, innocence
+from serve_app.admission.suspects import fingerprint, innocence, settled
 from serve_app.gateway.remote import in_background
 from serve_app.models import GeneratingModel, ServedModel
 from serve_app.replica.in_flight import InFlight
@@ -45,7 +45,7 @@ class WatchedGenerator(WatchedModel):
                 in_background(self._submit_alone(stream, mark))
             return
         for stream, mark in zip(streams, marks, strict=True):
-            stream.future.add_done_callback(partial(_leave, self._in_flight.enter(mark)))
+            stream.future.add_done_callback(partial(_leave, self._in_flight.enter(mark, settled(stream))))
         self._generator.submit(streams)
 
     async def _submit_alone(self, stream: Stream, mark: int) -> None:
@@ -56,7 +56,7 @@ class WatchedGenerator(WatchedModel):
                 raise error
 
         try:
-            await self._in_flight.run(mark, work, innocence(stream))
+            await self._in_flight.run(mark, work, innocence(stream), settled(stream))
         except Exception as error:
             stream.fail(error)  # does nothing to a stream that has ended
 

@@ -17,13 +17,13 @@ from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidIn
 from engine.options import SamplingOptions
 from engine.schedule.request import Slice
 from engine.schedule.stream import Answer, Stream, Token
-from serve_app.admission.suspects import Suspects
+from serve_app.admission.suspects import Death, Suspects
 from serve_app.errors import Unhealthy
 from serve_app.gateway import channel as gateway
 from serve_app.gateway import connection
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.models import PooledGenerator
-from serve_app.gateway.remote import LOST, Stopping
+from serve_app.gateway.remote import LOST, ReplicaDied, Stopping
 from serve_app.gateway.steps import NewStream, Steps
 from serve_app.replica import channel as replica
 from tests.unit.streams_by_hand import CONTEXT, EOS, VOCABULARY, Begun, ByHand, until
@@ -446,6 +446,25 @@ def test_a_stream_goes_on_at_one_other_replica(outcomes: Sequence[Any], attempts
         else:
             with pytest.raises((Unhealthy, InvalidInput), match=text):
                 stream.future.result(0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_suspect"), [(0, True), (15, True), (16, False)])
+def test_a_stream_with_tokens_of_a_replica_is_no_suspect_after_its_death(num_tokens: int, is_suspect: bool) -> None:
+    """Tokens of an earlier replica do not count."""
+
+    async def scenario() -> None:
+        dead = [ReplicaDied(name, RuntimeError("gone")) for name in ("a", "b")]
+        pools = Pools([*[5] * 20, dead[0]], [*[6] * num_tokens, dead[1]])
+        pools._untold = [Death(1, "another", 0.0)]  # so that nobody is told
+        stream = Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT)
+        pools.submit([stream])
+        await until(stream.future.done)
+        assert pools.attempts == 2
+        assert [death.replica for death in pools.suspects.deaths] == ["b"] * is_suspect
+        with pytest.raises(Unhealthy, match=f"two replicas were lost, the last after {20 + num_tokens} tokens"):
+            stream.future.result(0)
 
     run(scenario)
 

@@ -21,7 +21,7 @@ from engine.schedule.stream import Stream, Token
 from engine.sequences import Sequences
 from serve_app.admission import suspects as module
 from serve_app.admission.qos import Qos
-from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
+from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence, settled
 from serve_app.errors import Quarantined, Unhealthy
 from serve_app.gateway import models
 from serve_app.gateway.models import PooledModel
@@ -390,6 +390,38 @@ def test_a_lost_device_and_a_client_that_leaves_stay_in_the_journal(monkeypatch:
     monkeypatch.setattr("serve_app.replica.in_flight.monotonic", lambda: 1e12)
     in_flight.look()
     assert marks_of(in_flight) == [1]
+
+
+def test_a_stream_with_some_tokens_leaves_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_flight, streams = InFlight(None, "own"), [stream() for _ in range(3)]
+    now = 0.0
+    monkeypatch.setattr("serve_app.replica.in_flight.monotonic", lambda: now)
+    in_flight.look()
+    streams[0].answer.append(Token(1))  # a token of an earlier replica
+
+    async def work() -> None:
+        nonlocal now
+        streams[2].answer.extend([Token(1)] * 16)
+        now = 8.0
+        in_flight.look()
+        assert marks_of(in_flight) == [1]
+
+    leave = [in_flight.enter(mark, settled(each)) for mark, each in zip((1, 2), streams, strict=False)]
+    for each in streams[:2]:
+        each.answer.extend([Token(1)] * 15)
+    now = 2.0
+    in_flight.look()
+    assert marks_of(in_flight) == [1, 2]
+    streams[1].answer.append(Token(1))
+    now = 4.0
+    in_flight.look()
+    assert marks_of(in_flight) == [1]
+    now = 6.0
+    asyncio.run(in_flight.run(3, work, innocence(streams[2]), settled(streams[2])))
+    leave[1](DeviceLost("gone"))
+    leave[0](None)
+    assert marks_of(in_flight) == []
+    assert sorted(in_flight._journal._free) == list(range(journals._SLOTS))
 
 
 def test_a_full_journal_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
