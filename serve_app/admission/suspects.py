@@ -27,8 +27,8 @@ _DEATHS_TO_REFUSE = 2
 _MOST = 8192
 # Tokens after which a stream on another replica has passed the point at which its first replica died.
 _PROOF_TOKENS = 4
-# A stream that has got this many tokens from a replica is no suspect if the replica dies: a request that kills a replica nearly
-# always kills it with its prompt or with its first tokens.
+# A stream that has got this many tokens from a replica does not become a suspect if the replica dies. A request that kills a
+# replica nearly always kills it with its prompt or with its first tokens.
 _SETTLED_TOKENS = 16
 # Seconds after which the next suspect may run although the current one still runs.
 _ALONE_S = 10.0
@@ -62,7 +62,7 @@ def innocence(stream: Stream) -> Callable[[], bool]:
 
 
 def settled(stream: Stream) -> Callable[[], bool]:
-    """Whether a stream has got so many tokens since now that it is no suspect if its present replica dies."""
+    """Whether a stream has got so many tokens since now that it does not become a suspect if its present replica dies."""
     enough = stream.num_answered + _SETTLED_TOKENS
     return lambda: stream.num_answered >= enough
 

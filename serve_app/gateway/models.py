@@ -192,7 +192,7 @@ class PooledModel:
         """Records that a replica was lost with this request. If the replica died, the request is now a suspect.
 
         Args:
-            is_innocent: for a stream that is settled. It does not become a suspect.
+            is_innocent: for a settled stream that is no suspect. It does not become one.
         Returns: whether the request may be the reason. False if the replica was already gone when the request was sent.
         """
         level = logging.WARNING if attempt < 3 else logging.DEBUG  # a request may try dozens of times
@@ -341,7 +341,7 @@ class PooledGenerator(PooledModel):
                     log.info("a stream moves: %s", stopping)
                 except LOST as lost:
                     num_lost += 1
-                    self.lost(mark, num_lost, lost, is_innocent=is_settled())
+                    self.lost(mark, num_lost, lost, is_innocent=is_settled() and mark not in self.suspects)
             error = self.given_up(mark)
             if stream.answer and not isinstance(error, Quarantined):
                 after = f"{len(stream.answer)} tokens"

@@ -49,7 +49,7 @@ class InFlight:
         self._others = OtherJournals(folder, replica)
         # Other threads take single values out of these two. A request that has left is in neither.
         self._slots: dict[int, Sequence[int]] = {}  # in the journal, by entry
-        self._unsettled: dict[int, Callable[[], bool]] = {}  # for streams: whether the entry may leave, by entry
+        self._unsettled: dict[int, tuple[int, Callable[[], bool]]] = {}  # streams: fingerprint, and `is_settled`, by entry
         self._entries = count()
         self._left: deque[tuple[float, Sequence[int]]] = deque()  # (end time, slots) of requests whose clients have left
         self._answered = deque[int]()  # suspects with an answer, to be cleared on the event loop
@@ -89,16 +89,17 @@ class InFlight:
         return bool(self.suspects) and any(mark in self.suspects for mark in marks)
 
     def _settle(self) -> None:
-        """Removes the streams from the journal that would be no suspects now."""
-        for entry, is_settled in list(self._unsettled.items()):
-            if is_settled():
+        """Removes the streams from the journal that would not become suspects now. A suspect stays."""
+        for entry, (mark, is_settled) in list(self._unsettled.items()):
+            if mark not in self.suspects and is_settled():
                 self._leave(entry, None)
 
     def enter(self, mark: int, is_settled: Callable[[], bool] | None = None) -> Callable[[BaseException | None], None]:
         """Writes a request into the journal. Returns: a callback for the request's end, which takes its error.
 
         Args:
-            is_settled: for a stream, `suspects.settled`. A settled stream leaves the journal before its end.
+            is_settled: for a stream, `suspects.settled`. A settled stream leaves the journal before its end, unless it is a
+                suspect.
         """
         entry = self._enter([mark], is_settled)
 
@@ -114,7 +115,7 @@ class InFlight:
         """Keeps the requests in the journal within the context. An answer clears requests that became suspects.
 
         Args:
-            is_settled: as for `enter`.
+            is_settled: as for `enter`, if there is one request.
         """
         number, entry = self._enter(marks, is_settled), Entry()
         try:
@@ -131,7 +132,7 @@ class InFlight:
         entry = next(self._entries)
         self._slots[entry] = self._journal.enter(marks)
         if is_settled is not None:
-            self._unsettled[entry] = is_settled
+            self._unsettled[entry] = marks[0], is_settled
         return entry
 
     def _leave(self, entry: int, error: BaseException | None) -> None:

@@ -17,8 +17,8 @@ from engine.errors import BackendError, DeadlinePassed, EngineStopped, InvalidIn
 from engine.options import SamplingOptions
 from engine.schedule.request import Slice
 from engine.schedule.stream import Answer, Stream, Token
-from serve_app.admission.suspects import Death, Suspects
-from serve_app.errors import Unhealthy
+from serve_app.admission.suspects import Death, Suspects, fingerprint
+from serve_app.errors import Quarantined, Unhealthy
 from serve_app.gateway import channel as gateway
 from serve_app.gateway import connection
 from serve_app.gateway.config import PoolRef
@@ -451,7 +451,7 @@ def test_a_stream_goes_on_at_one_other_replica(outcomes: Sequence[Any], attempts
 
 
 @pytest.mark.parametrize(("num_tokens", "is_suspect"), [(0, True), (15, True), (16, False)])
-def test_a_stream_with_tokens_of_a_replica_is_no_suspect_after_its_death(num_tokens: int, is_suspect: bool) -> None:
+def test_a_stream_with_tokens_of_a_replica_becomes_no_suspect_by_its_death(num_tokens: int, is_suspect: bool) -> None:
     """Tokens of an earlier replica do not count."""
 
     async def scenario() -> None:
@@ -464,6 +464,20 @@ def test_a_stream_with_tokens_of_a_replica_is_no_suspect_after_its_death(num_tok
         assert pools.attempts == 2
         assert [death.replica for death in pools.suspects.deaths] == ["b"] * is_suspect
         with pytest.raises(Unhealthy, match=f"two replicas were lost, the last after {20 + num_tokens} tokens"):
+            stream.future.result(0)
+
+    run(scenario)
+
+
+def test_a_suspect_is_refused_after_a_second_death_also_if_it_had_tokens() -> None:
+    async def scenario() -> None:
+        stream = Stream.begin([1], SamplingOptions(max_tokens=CONTEXT), VOCABULARY, CONTEXT)
+        pools = Pools([*[5] * 20, ReplicaDied("b", RuntimeError("gone"))])
+        pools._untold = [Death(1, "another", 0.0)]  # so that nobody is told
+        pools.suspects.died(fingerprint("it", [stream.prompt]), "a")
+        pools.submit([stream])
+        await until(stream.future.done)
+        with pytest.raises(Quarantined):
             stream.future.result(0)
 
     run(scenario)

@@ -402,7 +402,12 @@ def test_a_stream_with_some_tokens_leaves_the_journal(monkeypatch: pytest.Monkey
     async def work() -> None:
         nonlocal now
         streams[2].answer.extend([Token(1)] * 16)
+        in_flight.suspects.died(3, "another")
         now = 8.0
+        in_flight.look()
+        assert marks_of(in_flight) == [1, 3]
+        in_flight.suspects.clear(3)
+        now = 10.0
         in_flight.look()
         assert marks_of(in_flight) == [1]
 
