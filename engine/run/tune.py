@@ -36,7 +36,7 @@ _SMALL_BODY = 200_000_000
 # A query may wait for a whole pass of other work. A slower card gets smaller passes.
 _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
-# Passes of more tokens use the same kernels as passes of this many.
+# Passes of more tokens need hardly any further kernels.
 _REHEARSED_TOKENS = 1024
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
@@ -80,7 +80,7 @@ class _StreamTrials:
 
     def tune(self, max_batch_tokens: int | None) -> int:
         runner, budget = self._runner, max_batch_tokens or MOST_STREAM_TOKENS
-        if runner.num_stages == 1:
+        if runner.num_stages == 1:  # the other stages of a pipeline may be in other processes
             self._rehearse(budget)
         while not self._fits(budget):
             if budget <= _BUDGETS[0] or max_batch_tokens:
