@@ -20,8 +20,8 @@ from engine.kernels.signature import signature
 NO_DEFINES: Mapping[str, int] = MappingProxyType({})
 
 
-class Rehearsal:
-    """Passes that only show which kernels they need."""
+class DryRun:
+    """Passes whose kernels are compiled and not launched."""
 
     def __init__(self, compilers: Executor) -> None:
         self.compiles = False  # whether the cache had not all kernels so far
@@ -33,24 +33,24 @@ class Rehearsal:
 
 
 class _ThisThread(threading.local):
-    rehearsal: Rehearsal | None = None
+    dry_run: DryRun | None = None
 
 
 _this_thread = _ThisThread()
 
 
 @contextmanager
-def rehearsal() -> Iterator[Rehearsal]:
+def dry_run() -> Iterator[DryRun]:
     """Compiles the kernels of the passes in this context, on all cores at once. Meanwhile this thread launches no kernel.
 
     So the results of these passes are undefined. Returns when all kernels are compiled.
     """
     with ThreadPoolExecutor(thread_name_prefix="engine-compiler") as compilers:
-        _this_thread.rehearsal = Rehearsal(compilers)
+        _this_thread.dry_run = DryRun(compilers)
         try:
-            yield _this_thread.rehearsal
+            yield _this_thread.dry_run
         finally:
-            _this_thread.rehearsal = None
+            _this_thread.dry_run = None
 
 
 class Kernel:
@@ -77,8 +77,8 @@ class Kernel:
         self._threads, self._shared_bytes = threads, shared_bytes
         self._overlaps = torch.cuda.get_device_capability(device) >= (9, 0)
         arch = arch_of(device) + features
-        if _this_thread.rehearsal is not None:
-            self._compiled = _this_thread.rehearsal.compile(source, defines, arch)
+        if _this_thread.dry_run is not None:
+            self._compiled = _this_thread.dry_run.compile(source, defines, arch)
         else:
             self._compiled = Future[ObjectCode]()
             self._compiled.set_result(compile_kernel(source, defines, arch))
@@ -97,12 +97,12 @@ class Kernel:
     def __call__(self, grid: int | tuple[int, ...], *arguments: object) -> None:
         """Launch. Tensors are passed by address, None as a null pointer, whole numbers as 64 bits, floats as numpy float32.
 
-        In a rehearsal nothing is launched.
+        In a dry run nothing is launched.
         Raises: BackendError for arguments that the source does not take. RuntimeError, as in torch's operations, for an error
             from the driver. The error may belong to an earlier launch.
         """
         values = self._signature.values(arguments)
-        if _this_thread.rehearsal is not None:
+        if _this_thread.dry_run is not None:
             return
         kernel = self._kernel
         config = LaunchConfig(

@@ -16,7 +16,7 @@ import torch
 from engine.devices import compute_dtype, is_8_bits
 from engine.draws import Row
 from engine.errors import OutOfMemory
-from engine.kernels.launch import rehearsal
+from engine.kernels.launch import dry_run
 from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_BATCH_TOKENS, MOST_STREAM_TOKENS, body_parameters, most_graph_tokens
 from engine.options import SamplingOptions, TokenIds
@@ -37,7 +37,7 @@ _SMALL_BODY = 200_000_000
 _MOST_PASS_S = 0.25
 _TEXT_TOKENS = 200  # tokens of a typical text
 # Passes of more tokens need hardly any further kernels.
-_REHEARSED_TOKENS = 1024
+_DRY_RUN_TOKENS = 1024
 # The most seconds of captures of decode steps at load. Without its graph, a step delays the next token of every stream.
 MOST_STEPS_CAPTURE_S = 4.0
 # On an H200 a stream that speculates in vain costs some milliseconds, and each further stream of a pass that verifies tokens
@@ -81,7 +81,7 @@ class _StreamTrials:
     def tune(self, max_batch_tokens: int | None) -> int:
         runner, budget = self._runner, max_batch_tokens or MOST_STREAM_TOKENS
         if runner.num_stages == 1:  # the other stages of a pipeline may be in other processes
-            self._rehearse(budget)
+            self._dry_run(budget)
         while not self._fits(budget):
             if budget <= _BUDGETS[0] or max_batch_tokens:
                 raise OutOfMemory(
@@ -101,13 +101,13 @@ class _StreamTrials:
             self._find_speculation()
         return budget
 
-    def _rehearse(self, budget: int) -> None:
+    def _dry_run(self, budget: int) -> None:
         """Compile the kernels of all passes on all cores at once, unless the cache has those of the largest pass."""
         packer = self._runner.packer
-        with rehearsal() as found, suppress(torch.OutOfMemoryError):
+        with dry_run() as found, suppress(torch.OutOfMemoryError):
             self._fits(budget)
             if found.compiles:
-                for shape in (*packer.decode_shapes(), *_alone(packer.chunk_shapes(_REHEARSED_TOKENS))):
+                for shape in (*packer.decode_shapes(), *_alone(packer.chunk_shapes(_DRY_RUN_TOKENS))):
                     self._runner.run_padding(shape)
 
     def _find_speculation(self) -> None:
@@ -175,7 +175,7 @@ class _Trials:
     def tune(self, max_batch_tokens: int | None, max_batch_seqs: int) -> int:
         runner = self._runner
         if runner.num_stages == 1:
-            self._rehearse(max_batch_tokens or first_budget(self._config, self._dtype))
+            self._dry_run(max_batch_tokens or first_budget(self._config, self._dtype))
         budget = max_batch_tokens or self._find_budget()
         graph_tokens = 0
         # There are no graphs for the reference attention, which reads the lengths on the host, and for a pipeline.
@@ -194,13 +194,13 @@ class _Trials:
             self._fits([min(16, self._longest)])
         return budget
 
-    def _rehearse(self, budget: int) -> None:
-        """The same as `_StreamTrials._rehearse`. Passes of the reference attention have no more kernels."""
+    def _dry_run(self, budget: int) -> None:
+        """The same as `_StreamTrials._dry_run`. Passes of the reference attention have no more kernels."""
         packer = self._runner.packer
-        with rehearsal() as found, suppress(torch.OutOfMemoryError):
+        with dry_run() as found, suppress(torch.OutOfMemoryError):
             self._fits(self._typical(budget))
             if found.compiles and packer.tiling is not None:
-                for shape in packer.graph_shapes(min(budget, _REHEARSED_TOKENS)):
+                for shape in packer.graph_shapes(min(budget, _DRY_RUN_TOKENS)):
                     self._runner.run_padding(shape)
 
     def _find_budget(self) -> int:

@@ -1,4 +1,4 @@
-"""Rehearsals: several kernels are compiled at once, and the thread that rehearses launches none."""
+"""Dry runs: several kernels are compiled at once, and the thread of the dry run launches none."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from cluster.catalogue import CATALOGUE
 from engine.errors import ModelError
 from engine.kernels import compile as compiling
 from engine.kernels import launch as module
-from engine.kernels.launch import Kernel, rehearsal
+from engine.kernels.launch import Kernel, dry_run
 from engine.kernels.norm import norm_defines
 from engine.measure.random_engine import random_engine
 from engine.options import SamplingOptions
@@ -62,7 +62,7 @@ def test_kernels_are_compiled_at_once_and_not_launched(launched: list[str], monk
         return code
 
     monkeypatch.setattr(module, "compile_kernel", compile_kernel)
-    with rehearsal():
+    with dry_run():
         both = kernel(), kernel()
         for each in both:
             call(each)
@@ -83,7 +83,7 @@ def test_a_kernel_that_does_not_compile_fails_where_it_is_launched(launched: lis
         raise ModelError("kernel norm.cu does not compile")
 
     monkeypatch.setattr(module, "compile_kernel", compile_kernel)
-    with rehearsal():
+    with dry_run():
         made = kernel()
         call(made)
     with pytest.raises(ModelError, match="does not compile"):
@@ -92,11 +92,11 @@ def test_a_kernel_that_does_not_compile_fails_where_it_is_launched(launched: lis
         kernel()
 
 
-def test_a_rehearsal_tells_whether_the_cache_has_all_kernels(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_tells_whether_the_cache_has_all_kernels(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cached = iter([True, False, True])
     monkeypatch.setattr(module, "is_compiled", lambda *_: next(cached))
     monkeypatch.setattr(module, "compile_kernel", lambda *_: FakeCode())
-    with rehearsal() as found:
+    with dry_run() as found:
         compiles = [(kernel(), found.compiles)[1] for _ in range(3)]
     assert compiles == [False, True, True]
 
@@ -104,7 +104,7 @@ def test_a_rehearsal_tells_whether_the_cache_has_all_kernels(launched: list[str]
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-Embedding-0.6B"])
-def test_a_model_compiles_its_kernels_in_the_rehearsal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_compiles_its_kernels_in_the_dry_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The width is that of no other test's model, so this process has no kernel of it."""
     threads: list[str] = []
 
