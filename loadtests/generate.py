@@ -57,7 +57,7 @@ TEMPERATURES = {
     "0.6": SamplingOptions(max_tokens=1, temperature=0.6, top_k=20, top_p=0.95),
 }
 FIRST_TOKEN, PREFILL = 512, 8192  # tokens of a prompt
-REST_S = 0.4  # before a prompt that finds the GPU cool
+REST_S = 0.4  # seconds without work before a prompt that finds the GPU cool
 PEER_BATCHES, PEER_TOKENS = (1, 8), 32
 # vLLM 0.26 on another H200, with random weights of the same shapes. It was measured earlier, not in this run. Decode is at
 # temperature 0: 256 tokens after prompts of 128 tokens.
@@ -119,9 +119,9 @@ def measure(name: str, folder: Path) -> dict[str, Any]:
             found["decode"].append([context, temperature, count, median(steps), percentile(steps, 99)])
             print(name, *found["decode"][-1], file=sys.stderr, flush=True)
     found["runs"] = {temperature: measured.whole_run(options) for temperature, options in TEMPERATURES.items()}
-    for name, length, repeats in (("first token", FIRST_TOKEN, 20), ("prefill", PREFILL, 5)):
-        found[name] = median(measured.first_token(length, repeats))
-        found[f"rested {name}"] = median(measured.first_token(length, repeats, REST_S))
+    for what, length, repeats in (("first token", FIRST_TOKEN, 20), ("prefill", PREFILL, 5)):
+        found[what] = median(measured.first_token(length, repeats))
+        found[f"rested {what}"] = median(measured.first_token(length, repeats, REST_S))
     measured.stop()
     cache = CACHE_TOKENS * bytes_per_token(engine.config, engine.dtype)
     found["reserved"] = torch.cuda.memory_reserved() - cache

@@ -24,7 +24,7 @@ class DryRun:
     """Passes whose kernels are compiled and not launched."""
 
     def __init__(self, compilers: Executor) -> None:
-        self.compiles = False  # whether the cache had not all kernels so far
+        self.compiles = False  # whether a kernel was not in the cache
         self._compilers = compilers
 
     def compile(self, source: str, defines: Mapping[str, int], arch: str) -> Future[ObjectCode]:

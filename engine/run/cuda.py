@@ -152,7 +152,7 @@ class CudaRunner:
     @torch.inference_mode()
     def run_padding(self, shape: BatchShape) -> None:
         """Queues a pass of this shape without sequences, and without a graph."""
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._stream:
             self.network(shape.view(torch.zeros(shape.size, dtype=torch.int32, device=self._device)), ())
 
     def _run_before(self, shape: BatchShape, layout: Layout, filled: Tensor) -> Tensor | None:

@@ -102,12 +102,14 @@ class _StreamTrials:
         return budget
 
     def _dry_run(self, budget: int) -> None:
-        """Compile the kernels of all passes on all cores at once, unless the cache has those of the largest pass."""
+        """Compile the kernels of all passes on all cores at once, unless the cache has those of the smallest pass."""
         packer = self._runner.packer
+        *larger, smallest = packer.decode_shapes()
         with dry_run() as found, suppress(torch.OutOfMemoryError):
-            self._fits(budget)
+            self._runner.run_padding(smallest)
             if found.compiles:
-                for shape in (*packer.decode_shapes(), *_alone(packer.chunk_shapes(_DRY_RUN_TOKENS))):
+                self._fits(budget)
+                for shape in (*larger, *_alone(packer.chunk_shapes(_DRY_RUN_TOKENS))):
                     self._runner.run_padding(shape)
 
     def _find_speculation(self) -> None:
@@ -174,12 +176,13 @@ class _Trials:
 
     def tune(self, max_batch_tokens: int | None, max_batch_seqs: int) -> int:
         runner = self._runner
-        if runner.num_stages == 1:
+        # There are no graphs for the reference attention, which reads the lengths on the host, and for a pipeline.
+        may_have_graphs = runner.packer.tiling is not None and runner.num_stages == 1
+        if may_have_graphs:
             self._dry_run(max_batch_tokens or first_budget(self._config, self._dtype))
         budget = max_batch_tokens or self._find_budget()
         graph_tokens = 0
-        # There are no graphs for the reference attention, which reads the lengths on the host, and for a pipeline.
-        if runner.packer.tiling is not None and runner.num_stages == 1:
+        if may_have_graphs:
             graph_tokens = min(self._find_graph_limit(), budget)
         torch.cuda.empty_cache()  # the trials leave memory of other sizes behind; so the largest pass comes first now
         runner.longest_input = self._longest
@@ -195,12 +198,13 @@ class _Trials:
         return budget
 
     def _dry_run(self, budget: int) -> None:
-        """The same as `_StreamTrials._dry_run`. Passes of the reference attention have no more kernels."""
-        packer = self._runner.packer
+        """The same as `_StreamTrials._dry_run`, for passes that may have graphs."""
+        *larger, smallest = self._runner.packer.graph_shapes(_DRY_RUN_TOKENS)
         with dry_run() as found, suppress(torch.OutOfMemoryError):
-            self._fits(self._typical(budget))
-            if found.compiles and packer.tiling is not None:
-                for shape in packer.graph_shapes(min(budget, _DRY_RUN_TOKENS)):
+            self._runner.run_padding(smallest)
+            if found.compiles:
+                self._fits(self._typical(budget))
+                for shape in larger:
                     self._runner.run_padding(shape)
 
     def _find_budget(self) -> int:

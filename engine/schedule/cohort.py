@@ -179,7 +179,7 @@ class Cohort:
             if each.number > stream.joined_at:
                 each.left.append(int(np.flatnonzero(each.roster.slots == slot)[0]))
         self.flush(stream)
-        if self.num_delivered > stream.joined_at:  # else the pass that gave the first of these tokens may still fail
+        if self.num_delivered > stream.joined_at:  # otherwise the pass that computes these tokens may still fail
             stream.keep_delivered()
         stream.leave()
         del self._streams[stream]

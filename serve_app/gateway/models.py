@@ -192,7 +192,7 @@ class PooledModel:
         """Records that a replica was lost with this request. If the replica died, the request is now a suspect.
 
         Args:
-            is_innocent: for a settled stream that is no suspect. It does not become one.
+            is_innocent: whether the request is a settled stream and no suspect. It does not become a suspect.
         Returns: whether the request may be the reason. False if the replica was already gone when the request was sent.
         """
         level = logging.WARNING if attempt < 3 else logging.DEBUG  # a request may try dozens of times

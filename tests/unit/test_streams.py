@@ -277,7 +277,11 @@ def test_no_later_answer_begins_with_pages_that_were_not_computed(
 
 
 class FailingDevice(Device):
-    """`unlaunched`: the numbers of the passes that cannot be launched. `failed`: of those that fail after the launch."""
+    """A device whose passes fail.
+
+    Args:
+        unlaunched, failed: the numbers of the passes that cannot be launched, and of the passes that fail after the launch.
+    """
 
     def __init__(self, num_pages: int, passes_in_flight: int, unlaunched: set[int], failed: set[int]) -> None:
         super().__init__(num_pages, passes_in_flight=passes_in_flight)
