@@ -139,7 +139,7 @@ def decode_items(
     num_blocks: int,
     window: int | None = None,
     first_row: int = 0,
-    num_settled: int = 0,
+    settled: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
     """Divide the keys of each sequence into parts of whole pages, so that all parts together have about `num_blocks` blocks.
 
@@ -153,8 +153,8 @@ def decode_items(
         num_blocks: the number of blocks that the chip should have: two or three for each multiprocessor.
         window: a token sees no token further away than this. None: no limit.
         first_row: the row of q that belongs to lengths[0].
-        num_settled: earlier passes stored all keys of the first `num_settled` rows except each row's last key. The kernel reads
-            these keys while the kernels before it still run.
+        settled: [B], whether earlier passes stored all keys of the row except its last key. The kernel reads such keys while the
+            kernels before it still run. None: no row is settled.
     Returns: [n, 8] int32, n at most `most_items`: the row of q, the place of the part's first page in the array of pages, the
         part's first key and the end of its keys (counted from the start of that page), the part's index in its sequence, the
         number of parts of the sequence, the item of the sequence's first part, whether the row is settled (0 or 1).
@@ -182,7 +182,8 @@ def decode_items(
     of_sequence[:, 3] = lengths - first_pages * PAGE
     of_sequence[:, 4] = sizes
     of_sequence[:, 5] = parts
-    of_sequence[:num_settled, 7] = 1
+    if settled is not None:
+        of_sequence[:, 7] = settled
     of_sequence = of_sequence[order]
     parts = of_sequence[:, 5]
     of_sequence[:, 6] = np.cumsum(parts) - parts

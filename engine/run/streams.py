@@ -314,9 +314,8 @@ class StreamPacker:
             places[:, 3] += kept.grows * (together.number - kept.number)
             return
         seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
-        # A pass has one token of each stream of a cohort. A proposed token also sees the keys of the pass's tokens before it.
-        blocks, settled = (self.tiling.n_kv_heads, self.num_blocks), laid.num_together
-        items = decode_items(seen, offsets, *blocks, window, num_settled=settled)
+        settled = ~laid.proposed[:decodes]  # a proposed token also sees the keys of the pass's tokens before it
+        items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window, settled=settled)
         places[: len(items)] = items
         if together is not None:
             grows, are_whole = (items[:, 4] == items[:, 5] - 1).astype(np.int32), len(items) == decodes

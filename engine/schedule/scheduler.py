@@ -161,7 +161,7 @@ class Scheduler:
         if not self._in_flight or self._alone or is_full:
             return 0.0  # a full pass of batch requests is still scheduled late: an interactive request may arrive until then
         ahead_s = self._launch_s + _MARGIN_S
-        if self.streams and self._num_stages == 1:
+        if self.streams and self._runs_ahead:
             ahead_s = max(ahead_s, _AHEAD_S)
         return self.free_at - ahead_s - now
 

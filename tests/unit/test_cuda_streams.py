@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from test_cuda_runner import CPU, Torch
 from tiny_generators import folder_without_pooling, prompts
 
@@ -19,7 +20,7 @@ from engine.options import EmbedOptions, SamplingOptions
 from engine.passes import BatchReport, Passes
 from engine.run import cuda, cuda_streams, tune
 from engine.run.cuda_streams import StreamRunner
-from engine.run.streams import StreamPacker
+from engine.run.streams import Laid, StreamPacker, StreamShape
 from engine.schedule.pages import Pages
 from engine.schedule.request import Request
 from engine.schedule.stream import Answer, Stream
@@ -67,6 +68,24 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_streams, "GraphPool", Pool)
 
 
+@dataclass(frozen=True)
+class Packer(StreamPacker):
+    """Also lists the slots of the keys that a pass reads as settled."""
+
+    settled: list[NDArray[np.int32]] = field(default_factory=list, compare=False)
+
+    def fill(self, buffer: NDArray[np.int32], shape: StreamShape, laid: Laid) -> None:
+        super().fill(buffer, shape, laid)
+        self.settled.clear()
+        pages = buffer[shape.size :]
+        for index in range(len(shape.windows)):
+            where, _ = shape.places[f"items{index}"]
+            for _, place, first, end, part, num_parts, _, is_settled in buffer[where].reshape(-1, 8):
+                if is_settled:
+                    keys = np.arange(first, end - (part == num_parts - 1))
+                    self.settled.append(pages[place + keys // PAGE_SIZE] * PAGE_SIZE + keys % PAGE_SIZE)
+
+
 class Streaming:
     """An engine whose streams run on the GPU's runner."""
 
@@ -74,9 +93,11 @@ class Streaming:
         config, self._engine, self.budget = engine.config, engine, budget
         group = config.n_heads // config.n_kv_heads
         tiling = Tiling(config.head_dim, group, config.n_kv_heads, (8, 0), 4, causal=True)
-        packer = StreamPacker(tiling, engine.model.windows, 8)
+        packer = self._packer = Packer(tiling, engine.model.windows, 8)
         cache = type(engine.runner._cache)(config, num_pages * PAGE_SIZE, torch.float32, CPU)  # type: ignore[union-attr]
-        self.pages = Pages(num_pages, PAGE_SIZE)
+        self.pages, self._layers, self.num_settled = Pages(num_pages, PAGE_SIZE), cache.layers, 0
+        for layer in self._layers:
+            layer.zero_()  # NaN would differ from itself
         self.runner = StreamRunner(engine.network, packer, cache, CPU)
         self.passes_in_flight, self.num_stages, self.max_graph_tokens = self.runner.passes_in_flight, 1, 0
         self.speculation_rows, self.cohort_size = self.runner.speculation_rows, 8
@@ -90,7 +111,14 @@ class Streaming:
         return self
 
     def launch(self, *arguments: Any) -> Any:
-        return self.runner.launch(*arguments)
+        """Also checks that the pass writes none of the keys and values that it reads as settled."""
+        before = [layer.clone() for layer in self._layers]
+        flight = self.runner.launch(*arguments)
+        for slots in self._packer.settled:
+            self.num_settled += len(slots)
+            for layer, was in zip(self._layers, before, strict=True):
+                assert torch.equal(layer[:, slots], was[:, slots])
+        return flight
 
     def generate(self, streams: list[Stream], requests: Sequence[Request] = ()) -> list[Answer]:
         passes = Passes(self, self.budget, on_batch=self.reports.append)  # type: ignore[arg-type]
@@ -212,6 +240,7 @@ def test_streams_that_speculate_get_the_tokens_that_the_cpu_gives(
             for mine, theirs in zip(ours.generate(streams_of(engine, options)), expected, strict=True):
                 same(mine, theirs)
         assert sum(each.num_accepted for each in ours.reports) > 30
+        assert ours.num_settled
 
 
 def _run(engine: Engine, streams: list[Stream]) -> list[Stream]:

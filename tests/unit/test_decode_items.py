@@ -85,10 +85,11 @@ def test_as_many_parts_as_fill_the_chip(sizes: list[int], parts: list[int]) -> N
     assert items[items[:, 4] == 0][:, 5].tolist() == parts
 
 
-def test_all_parts_of_the_first_rows_are_settled() -> None:
-    items = decode_items([800, 100, 0, 3000, 20, 800], [0, 7, 8, 8, 32, 33], 8, 264, first_row=2, num_settled=3)
+def test_all_parts_of_a_settled_row_are_settled() -> None:
+    settled = np.array([True, False, True, True, False, False])
+    items = decode_items([800, 100, 0, 3000, 20, 800], [0, 7, 8, 8, 32, 33], 8, 264, first_row=2, settled=settled)
     assert items[:, 5].max() > 1
-    assert items[:, 7].tolist() == [int(row < 5) for row in items[:, 0]]
+    assert items[:, 7].tolist() == [int(settled[row - 2]) for row in items[:, 0]]
 
 
 def test_a_long_sequence_has_few_enough_parts_to_be_added_up() -> None:
