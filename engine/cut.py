@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from engine.errors import ModelError
 
+# All groups together take the slowest stage at most this many times as long as one group takes all stages. Two groups of a 14B's
+# streams are faster than one if no stage takes more than 0.7 of a pass (loadtests/results/pipeline_schedule.md).
+_MOST_OF_A_PASS = 1.4
+
 # (stage, first layer, layer after the last one) -> a number of bytes or seconds
 OfStage = Callable[[int, int, int], float]
 
@@ -116,6 +120,16 @@ def stage_seconds(model: Model, devices: Sequence[Device], stage: int, layers: r
     """Seconds of a stage for a pass. The look-up of words counts as no time."""
     device = devices[stage]
     return sum(device.layer_s[layers.start : layers.stop]) + device.head_s * model.has_head(stage, len(devices))
+
+
+def num_groups(model: Model, devices: Sequence[Device], stages: Sequence[range]) -> int:
+    """The number of groups of streams that take turns. At any time each stage computes another group.
+
+    There are as many groups as stages, if the stages take about equally long. A stage reads its weights for each group. So if one
+    stage takes most of the time, fewer groups are faster.
+    """
+    stage_s = [stage_seconds(model, devices, stage, layers) for stage, layers in enumerate(stages)]
+    return max(1, min(len(stage_s), int(_MOST_OF_A_PASS * sum(stage_s) / max(stage_s))))
 
 
 def _cheapest(cost: OfStage, num_stages: int, n_layers: int, join: Callable[[float, float], float]) -> tuple[float, list[range]]:

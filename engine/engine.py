@@ -74,6 +74,7 @@ class Engine:
         speculate: bool = True,
         sleeper: Sleeper | None = None,
         ring: Ring | None = None,
+        num_groups: int = 1,
     ) -> None:
         """
         Args:
@@ -84,8 +85,9 @@ class Engine:
             speculate: as in `load`.
             sleeper: for an engine that can sleep: the result of `sleeper_of`, which holds the memory of weights and caches.
             ring: the connection to the later stages, if they are processes of their own. `stages` is then the first stage alone.
+            num_groups: as in `engine.passes.Runner`.
         """
-        self._sleeper = sleeper
+        self._sleeper, self.num_groups = sleeper, num_groups
         self.stages = tuple(stages) or (Stage(config, device),)
         caches: list[KVCache] = []
         if config.generation is not None:
@@ -224,6 +226,7 @@ class Engine:
         if why := slower_in_8_bits(config, chosen):
             log.warning("%s: %s", folder, why)
         stages: list[Stage] = []
+        num_groups = 1
         if later:
             options = StageOptions(str(model), _name(chosen), pooling, max_batch_tokens, max_input_tokens, kv_cache_dtype)
             return cls._load_first(
@@ -233,14 +236,15 @@ class Engine:
             for each in dict.fromkeys(where):
                 reserved.enter_context(reserve.reservation(each))
             if len(where) > 1:
-                stages, cache_tokens = plan_stages(config, chosen, where, max_batch_tokens, cache_tokens)
+                stages, cache_tokens, num_groups = plan_stages(config, chosen, where, max_batch_tokens, cache_tokens)
                 log.info("layers by device: %s", ", ".join(f"{each.device} {len(each.config.layers)}" for each in stages))
             elif config.generation is not None:
                 check_generator_fits(config, chosen, where[0], str(folder), max_batch_tokens, cache_tokens)
             last = stages[-1].config if stages else config
             parts = load_parts(folder, last, chosen, where[-1], on_progress, stages[:-1])
             sleeper = sleeper_of(parts, where) if sleeps else None
-            engine = cls(config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages, speculate, sleeper)
+            sizes = cache_tokens, max_batch_tokens
+            engine = cls(config, parts, chosen, where[-1], *sizes, stages, speculate, sleeper, num_groups=num_groups)
             engine.warm_up(max_batch_tokens)
         return engine
 
@@ -263,7 +267,7 @@ class Engine:
         with ExitStack() as reserved, torch.inference_mode():
             opened = [each.open(options, num_stages) for each in later]
             facts = [facts_of(config, dtype, device, num_stages, options.max_batch_tokens, address), *_all(opened)]
-            layers, cache_tokens = plan_ring(config, dtype, facts, device.type == "cuda", cache_tokens)
+            layers, cache_tokens, num_groups = plan_ring(config, dtype, facts, device.type == "cuda", cache_tokens)
             where = zip(facts, layers, strict=True)
             log.info("layers by stage: %s", ", ".join(f"{each.name} {len(part)}" for each, part in where))
             loading = [each.load(part, cache_tokens) for each, part in zip(later, layers[1:], strict=True)]
@@ -275,7 +279,8 @@ class Engine:
             for index, each in enumerate(later, 1):
                 each.run(store.place(index))
             ring = Ring(store.place(0), address, device, compute_dtype(dtype), config.hidden_size, store)
-            engine = cls(config, parts, dtype, device, cache_tokens, options.max_batch_tokens, [first], speculate, ring=ring)
+            sizes = cache_tokens, options.max_batch_tokens
+            engine = cls(config, parts, dtype, device, *sizes, [first], speculate, ring=ring, num_groups=num_groups)
             try:
                 engine.warm_up(options.max_batch_tokens)
             except BaseException:

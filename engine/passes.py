@@ -42,6 +42,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def num_groups(self) -> int:
+        """The number of groups of streams that take turns, at most `num_stages`. A pass has the tokens of one group."""
+        ...
+
+    @property
     def speculation_rows(self) -> int:
         """The most tokens of answers, including proposed tokens, in a pass in which streams speculate. 0: they never speculate.
 
@@ -119,6 +124,7 @@ class Passes:
             self.lock,
             runner.pages,
             runner.num_stages,
+            runner.num_groups,
             runner.speculation_rows,
             runner.cohort_size,
         )

@@ -39,7 +39,7 @@ VOCABULARY, CONTEXT = 151_936, 4096
 class Stub:
     """Packs as the GPU's runner does. Two passes are in flight, so streams run ahead."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens = 2, 1, 0, 512
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens = 2, 1, 1, 0, 512
 
     def __init__(self, cohort_size: int) -> None:
         self.cohort_size = cohort_size

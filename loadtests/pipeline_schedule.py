@@ -2,7 +2,7 @@
 
 python -m loadtests.pipeline_schedule
 
-It shows the cost of the order of passes, and the rates of larger runs, without a GPU.
+Without a GPU it shows the cost of the order of passes, the rates of larger runs, and when one group of streams beats two.
 """
 
 from collections import deque
@@ -34,6 +34,7 @@ BUDGET, MOST_SEQS = 8192, 320
 ONE, TWO = (1.0,), (0.51, 0.49)  # the stages' shares of a pass
 CACHES = {ONE: 311_552, TWO: 655_360}  # tokens, as the engine chooses on cards of 80 GB
 RUNS = (256, 512, 1024)  # prompts
+UNEVEN = (0.6, 0.7, 0.75, 0.8, 0.95)  # the first stage's share
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Stages:
     clock: Clock
     shares: Sequence[float]
     pages: Pages
+    num_groups: int
     speculation_rows: int = 0
     cohort_size: int = 0
     max_graph_tokens: int = 0
@@ -114,10 +116,15 @@ class Run:
         return max(self.stages.busy_s) / self.seconds
 
 
-def simulate(shares: Sequence[float], cache_tokens: int, prompts: Sequence[TokenIds], wanted: Sequence[int]) -> Run:
-    """Simulates a whole run. All prompts are submitted at once, as in `Subject.whole_run`."""
+def simulate(
+    shares: Sequence[float], cache_tokens: int, prompts: Sequence[TokenIds], wanted: Sequence[int], num_groups: int | None = None
+) -> Run:
+    """Simulates a whole run. All prompts are submitted at once, as in `Subject.whole_run`.
+
+    `num_groups`: of the streams; None for as many as stages.
+    """
     clock = Clock()
-    stages = Stages(clock, shares, Pages(cache_tokens // PAGE_SIZE, PAGE_SIZE))
+    stages = Stages(clock, shares, Pages(cache_tokens // PAGE_SIZE, PAGE_SIZE), num_groups or len(shares))
     with _at(clock):
         passes = Passes(stages, BUDGET, MOST_SEQS)
         for prompt, most in zip(prompts, wanted, strict=True):
@@ -168,12 +175,19 @@ def main() -> None:
             }
         )  # fmt: skip
         print(rows[-1], flush=True)
+    given, uneven = ON_GPUS.whole_run(0), []
+    for share in UNEVEN:
+        runs = [simulate((share, 1 - share), CACHES[TWO], *given, num_groups) for num_groups in (1, 2)]
+        rates = [each.num_tokens / each.seconds for each in runs]
+        uneven.append({"the first stage's share": share, "one group, tokens/s": rates[0], "two groups, tokens/s": rates[1]})
+        print(uneven[-1], flush=True)
     notes = [
         "no GPU: the engine's scheduler, and passes with the times of Qwen3-14B in bf16 on H100s; no rate is measured",
         f"prompts and answers of {ON_GPUS.lengths[0]} to {ON_GPUS.lengths[1]} tokens, all submitted at once; caches of "
         f"{CACHES[ONE]:,} tokens on one card, and {CACHES[TWO]:,} on two",
     ]
-    write("pipeline_schedule", "python -m loadtests.pipeline_schedule", {"Whole runs, simulated": rows}, notes)
+    tables = {"Whole runs, simulated": rows, "Whole runs of 256 prompts on two cards, uneven cuts, simulated": uneven}
+    write("pipeline_schedule", "python -m loadtests.pipeline_schedule", tables, notes)
 
 
 if __name__ == "__main__":

@@ -50,13 +50,14 @@ def random_engine(
         for each in dict.fromkeys(where):
             reserved.enter_context(reserve.reservation(each))
         stages: list[Stage] = []
+        num_groups = 1
         if len(where) > 1:
-            stages, cache_tokens = plan_stages(config, dtype, where, None, cache_tokens)
+            stages, cache_tokens, num_groups = plan_stages(config, dtype, where, None, cache_tokens)
         elif config.generation is not None:
             check_generator_fits(config, dtype, where[0], config.architecture, None, cache_tokens)
         parts = _random_parts(config, stages or [Stage(config, where[0])], dtype)
         sleeper = sleeper_of(parts, where) if sleeps else None
-        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages, sleeper=sleeper)
+        engine = Engine(config, parts, dtype, where[-1], cache_tokens, stages=stages, sleeper=sleeper, num_groups=num_groups)
         engine.warm_up(None)
     return engine
 

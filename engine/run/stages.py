@@ -46,11 +46,11 @@ def plan_stages(
     devices: Sequence[torch.device],
     max_batch_tokens: int | None,
     cache_tokens: int | None,
-) -> tuple[list[Stage], int | None]:
+) -> tuple[list[Stage], int | None, int]:
     """The stages, one for each device in the given order, and the tokens of the cache. Call it before the weights are loaded.
 
-    Returns: the stages, and `cache_tokens` or the most tokens that fit on the GPUs. The tokens are None for a model without a
-        cache, and on CPUs, whose free memory decides later.
+    Returns: the stages; `cache_tokens` or the most tokens that fit on the GPUs; the number of groups of streams that take turns.
+        The tokens are None for a model without a cache, and on CPUs, whose free memory decides later.
     Raises: ModelError for a model that cannot be cut, and, with the numbers, if the devices have too little memory.
     """
     if (reason := why_on_one_device(config)) is not None:
@@ -67,7 +67,7 @@ def plan_stages(
     else:
         parts, cache_tokens = cut.cut_with_cache(sizes, cards, most_default_tokens(config), PAGE_SIZE)
     stages = [Stage(replace(config, part=layers), device) for layers, device in zip(parts, devices, strict=True)]
-    return stages, cache_tokens
+    return stages, cache_tokens, cut.num_groups(sizes, cards, parts)
 
 
 def why_on_one_device(config: ModelConfig) -> str | None:
@@ -150,14 +150,15 @@ def facts_of(
 
 def plan_ring(
     config: ModelConfig, dtype: torch.dtype, devices: Sequence[cut.Device], on_gpu: bool, cache_tokens: int | None
-) -> tuple[list[range], int | None]:
+) -> tuple[list[range], int | None, int]:
     """The layers of each stage, for stages that are processes of their own, and the tokens of the cache.
 
     Args:
         devices: the results of `facts_of`, in the order of the stages.
         cache_tokens: the size of a generation model's cache. None chooses it by the free memory: on GPUs all of it, on CPUs a
             quarter.
-    Returns: the tokens are None for a model without a cache. Raises: as `plan_stages`.
+    Returns: the layers, the tokens, and the number of groups of streams that take turns. The tokens are None for a model without
+        a cache. Raises: as `plan_stages`.
     """
     if (reason := why_on_one_device(config)) is not None:
         raise ModelError(f"{reason}; give one device")
@@ -166,18 +167,19 @@ def plan_ring(
         layer_s, head_s = cut.seconds_by_bytes(sizes, 1.0)
         devices = [replace(each, layer_s=layer_s, head_s=head_s) for each in devices]
     if config.generation is None:
-        return cut.cut(sizes, devices, cache_tokens=0), None
-    if cache_tokens is not None:
-        return cut.cut(sizes, devices, whole_pages(cache_tokens)), cache_tokens
-    if on_gpu:
-        return cut.cut_with_cache(sizes, devices, most_default_tokens(config), PAGE_SIZE)
-    layers = cut.cut(sizes, devices, PAGE_SIZE)
-    wide = compute_dtype(dtype)
-    fits = [
-        device.free_bytes // CPU_SHARE // bytes_per_token(replace(config, part=part), wide)
-        for device, part in zip(devices, layers, strict=True)
-    ]
-    return layers, max(PAGE_SIZE, min(most_default_tokens(config), *fits))
+        layers = cut.cut(sizes, devices, cache_tokens=0)
+    elif cache_tokens is not None:
+        layers = cut.cut(sizes, devices, whole_pages(cache_tokens))
+    elif on_gpu:
+        layers, cache_tokens = cut.cut_with_cache(sizes, devices, most_default_tokens(config), PAGE_SIZE)
+    else:
+        layers, wide = cut.cut(sizes, devices, PAGE_SIZE), compute_dtype(dtype)
+        fits = [
+            device.free_bytes // CPU_SHARE // bytes_per_token(replace(config, part=part), wide)
+            for device, part in zip(devices, layers, strict=True)
+        ]
+        cache_tokens = max(PAGE_SIZE, min(most_default_tokens(config), *fits))
+    return layers, cache_tokens, cut.num_groups(sizes, devices, layers)
 
 
 def _one_layer(config: ModelConfig, dtype: torch.dtype) -> int:

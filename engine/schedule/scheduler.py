@@ -45,6 +45,7 @@ class Scheduler:
         lock: AbstractContextManager[Any],
         pages: Pages | None = None,
         num_stages: int = 1,
+        num_groups: int = 1,
         speculation_rows: int = 0,
         cohort_size: int = 0,
     ) -> None:
@@ -54,10 +55,10 @@ class Scheduler:
             pages: the KV-cache pages of a model that generates.
             num_stages: the number of devices that compute a pass one after the other. In a pipeline streams run ahead only if
                 `most_in_flight` is larger than this number.
-            speculation_rows, cohort_size: as in `Runner`.
+            num_groups, speculation_rows, cohort_size: as in `Runner`.
         """
         self.queue = Queue(max_batch_tokens, max_batch_seqs, lock)
-        self.streams = None if pages is None else Streams(pages, num_stages, speculation_rows, cohort_size, lock)
+        self.streams = None if pages is None else Streams(pages, num_groups, speculation_rows, cohort_size, lock)
         self.rates = Rates(max_batch_tokens)
         # The reading of `perf_counter` at which the device, or the first stage, should have finished the passes under way.
         self.free_at = 0.0

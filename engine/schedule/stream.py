@@ -493,15 +493,13 @@ class Streams:
     def __init__(
         self,
         pages: Pages,
-        num_stages: int = 1,
+        num_groups: int = 1,
         speculation_rows: int = 0,
         cohort_size: int = 0,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """`num_stages`: as in `Scheduler`. The streams form this many groups, and at any time each stage computes another group.
-        `speculation_rows`, `cohort_size`: as in `Runner`. `lock`: the scheduler's lock.
-        """
-        self.pages, self._num_stages, self._speculation_rows = pages, num_stages, speculation_rows
+        """`num_groups`, `speculation_rows`, `cohort_size`: as in `Runner`. `lock`: the scheduler's lock."""
+        self.pages, self._num_groups, self._speculation_rows = pages, num_groups, speculation_rows
         self._most_proposed = 0  # the most proposed tokens of each stream in the last scheduled pass
         # Streams for the next pass, in the order in which they began. Their last token is known or foreseen, and not computed.
         self._ready: dict[Stream, None] = {}
@@ -530,10 +528,10 @@ class Streams:
         self._take_turns = self.pages.num_streams > most
         if self._take_turns:
             self._dissolve()
-        while self._behind and (len(self._behind) >= self._num_stages or not (self._ready or prompts_wait)):
+        while self._behind and (len(self._behind) >= self._num_groups or not (self._ready or prompts_wait)):
             self._ready |= self._behind.popleft()
-        if self._num_stages > 1:
-            most = min(most, -(-self.pages.num_streams // self._num_stages))
+        if self._num_groups > 1:
+            most = min(most, -(-self.pages.num_streams // self._num_groups))
         share = min(self._speculation_rows, most) // max(1, len(self._ready) + len(self.cohort)) - 1
         self._most_proposed = share if share >= _LEAST_PROPOSED else 0
         self.cohort.predicts = self._most_proposed > 0
@@ -573,7 +571,7 @@ class Streams:
                 self.cohort.add(stream)
             else:
                 ahead[stream] = None
-        if self._num_stages == 1:
+        if self._num_groups == 1:
             self._ready |= ahead
         elif ahead:
             self._behind.append(ahead)

@@ -77,18 +77,14 @@ def test_a_batch_by_columns_is_the_batch_by_pieces(
 
 
 def filled(packer: StreamPacker, shape: StreamShape, laid: Laid) -> dict[str, np.ndarray]:
-    """The parts of a filled buffer. Pages replace the offsets of pages, and items are in the order of their rows.
-
-    Only a cohort's rows are settled: a proposed token sees keys of the tokens before it, which its own pass stores.
-    """
+    """The parts of a filled buffer. Pages replace the offsets of pages, and items are in the order of their rows."""
     buffer = np.full(shape.size + len(laid.pages), 5, np.int32)
     packer.fill(buffer, shape, laid)
     pages, parts = buffer[shape.size :], {}
     for name, (where, of_part) in shape.places.items():
         part = parts[name] = buffer[where].reshape(of_part).copy()
         if name.startswith("items"):
-            assert (part[:, 7] == (part[:, 5] > 0) * (part[:, 0] < laid.num_together)).all()
-            part[:, 7] = 0
+            assert (part[:, 7] == (part[:, 5] > 0)).all(), "no token is proposed, so all rows are settled"
             part[:, 6] = part[part[:, 6], 0]  # the row of the first part's item replaces the item's index
             part[:, 1] = pages[part[:, 1]]
             parts[name] = part[np.lexsort((part[:, 4], part[:, 0], part[:, 5] == 0))]

@@ -69,7 +69,8 @@ class Staged(Streaming):
         caches = [KVCache(stage.config, num_pages * PAGE_SIZE, torch.float32, CPU) for stage in engine.stages]
         self.pages = Pages(num_pages, PAGE_SIZE)
         self.runner = CudaPipeline(models[:-1], engine.network, packers, caches)
-        self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
+        self.passes_in_flight = self.runner.passes_in_flight
+        self.num_stages = self.num_groups = self.runner.num_stages
         self.max_graph_tokens = self.speculation_rows = self.cohort_size = 0
         self.reports: list[BatchReport] = []
 
@@ -185,7 +186,8 @@ class InARing(Staged):
         self.ring, network = OneProcess(self.layers, fails), copy(engine.network)
         network.model = models[0]
         self.runner = RingStreams(network, packers[0], caches[0], CPU, self.ring)  # type: ignore[arg-type, assignment]
-        self.passes_in_flight, self.num_stages = self.runner.passes_in_flight, self.runner.num_stages
+        self.passes_in_flight = self.runner.passes_in_flight
+        self.num_stages = self.num_groups = self.runner.num_stages
 
 
 @pytest.mark.slow

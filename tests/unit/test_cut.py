@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cut import Device, Model, cut, cut_with_cache, seconds_by_bytes, seconds_by_layer, stage_bytes, stage_seconds
+from engine.cut import (
+    Device,
+    Model,
+    cut,
+    cut_with_cache,
+    num_groups,
+    seconds_by_bytes,
+    seconds_by_layer,
+    stage_bytes,
+    stage_seconds,
+)
 from engine.errors import ModelError
 
 _GIB = 1 << 30
@@ -106,3 +116,23 @@ def test_the_refusal_has_the_numbers() -> None:
         cut(model, devices, 1000)
     with pytest.raises(ModelError, match="has 1 layers, too few for 2 devices"):
         cut(Model((1,), 0, 0, 1), devices, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups"),
+    [
+        ((20, 20), 2),
+        ((27, 13), 2),
+        ((29, 11), 1),  # two groups would take the first stage 1.45 times as long as one group takes both
+        ((38, 2), 1),
+        ((14, 13, 13), 3),
+        ((22, 9, 9), 2),
+        ((36, 2, 2), 1),
+    ],
+)
+def test_as_many_groups_as_stages_unless_one_stage_takes_most_of_the_time(layers: tuple[int, ...], groups: int) -> None:
+    model = Model((1,) * 40, 0, 0, 1)
+    device = Device("d", 0, 0, *seconds_by_bytes(model, 1.0))
+    stops = [sum(layers[: index + 1]) for index in range(len(layers))]
+    stages = [range(stop - size, stop) for stop, size in zip(stops, layers, strict=True)]
+    assert num_groups(model, [device] * len(layers), stages) == groups

@@ -179,7 +179,7 @@ async def _end_of(task: "asyncio.Task[Any]") -> str:
 class Engine:
     """A stub that computes nothing. The word "broken" (13) breaks a pass. The word "slow" (14) delays a pass."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens, pages = 1, 1, 1, 0, 0, None
     cohort_size = 0
 
     def launch(self, sequences: Sequence[TokenIds], *_: object) -> Finished:

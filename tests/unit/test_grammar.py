@@ -35,7 +35,7 @@ OPTIONS = SamplingOptions(max_tokens=600, stop_ids=(EOS,), logit_bias=LESS_SPACE
 class Device:
     """Its logits are random numbers that follow from all tokens of a stream."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens = 1, 1, 8, 0
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens = 1, 1, 1, 8, 0
     cohort_size = 0
 
     def __init__(self, num_pages: int = 1000, page_size: int = 4) -> None:

@@ -22,7 +22,7 @@ CANARY = np.array([7, 8], dtype=np.int32)
 class Engine:
     """Computes at once, until `held`; fails while `error` is set."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens, pages = 1, 1, 1, 0, 0, None
     cohort_size = 0
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class Gate:
         self.open, self.entered = threading.Event(), threading.Event()
         self.batches: list[int] = []
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens, pages = 1, 1, 1, 0, 0, None
     cohort_size = 0
 
     def launch(

@@ -51,6 +51,7 @@ class Device:
     free_at: float = 0.0
     pages: None = None
     num_stages: int = 1
+    num_groups: int = 1
     speculation_rows: int = 0
     cohort_size: int = 0
 

@@ -74,7 +74,7 @@ def test_a_size_that_nobody_asks_for_any_more_is_forgotten() -> None:
 class Device:
     """Computes 819,200 tokens/s in sequences of 102, with two passes in flight. Only the device's own clock is never late."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 2, 1, 0, 0, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens, pages = 2, 1, 1, 0, 0, None
     cohort_size = 0
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ BODY = {"inputs": "two words"}
 class Vectors:
     """An engine whose vectors are ones. A pass computes two sequences, and a sequence with id 13 makes its pass fail."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens, pages = 1, 1, 1, 0, 0, None
     cohort_size = 0
 
     def launch(self, sequences: Sequence[TokenIds], options: Sequence[EmbedOptions] | None = None, outputs: Any = ()) -> Finished:

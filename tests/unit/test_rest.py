@@ -28,7 +28,7 @@ IDS = np.array([5, 6], dtype=np.int32)
 class Engine:
     """Computes at once. `threads` lists the thread of each pass."""
 
-    passes_in_flight, num_stages, speculation_rows, cohort_size, max_graph_tokens, pages = 2, 1, 0, 0, 512, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, cohort_size, max_graph_tokens, pages = 2, 1, 1, 0, 0, 512, None
 
     def __init__(self) -> None:
         self.asleep, self.can_sleep, self.slept = False, True, threading.Event()

@@ -76,7 +76,7 @@ def test_a_ring_has_the_head_in_its_first_stage(config_of: Callable[..., ModelCo
     assert first.words_bytes == (0 if tied else table)
     layer_s, _ = seconds_by_bytes(first, 1.0)
     device = Device("cpu", 1 << 40, 0, layer_s, sum(layer_s))
-    parts, tokens = plan_ring(config, torch.float32, [device] * 2, on_gpu=False, cache_tokens=None)
+    parts, tokens, _ = plan_ring(config, torch.float32, [device] * 2, on_gpu=False, cache_tokens=None)
     assert [len(part) for part in parts] == [1, 5]
     assert tokens == most_default_tokens(config)
     small = replace(device, free_bytes=first.words_bytes + first.head_bytes)
@@ -98,7 +98,7 @@ def test_a_model_that_embeds_has_no_cache_and_no_head_of_words(
         assert sum(sizes.layer_bytes[cut:]) + sizes.head_bytes == last
     assert sizes.cache_bytes == 0
     gpus([1 << 30] * 3, [1e12] * 3)
-    planned, tokens = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)
+    planned, tokens, _ = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)
     assert tokens is None
     assert [len(stage.config.layers) for stage in planned] == [3, 3]
 
@@ -115,7 +115,7 @@ def test_equal_gpus_share_equally_and_a_faster_one_gets_more(
     config = config_of("qwen2_lm", tie_word_embeddings=False)
 
     def cut(devices: list[torch.device]) -> list[int]:
-        planned, tokens = plan_stages(config, torch.bfloat16, devices, 256, 1024)
+        planned, tokens, _ = plan_stages(config, torch.bfloat16, devices, 256, 1024)
         assert tokens == 1024
         assert [stage.device for stage in planned] == devices
         assert [layer for stage in planned for layer in stage.config.layers] == list(range(6))
@@ -132,7 +132,7 @@ def test_the_cache_takes_what_the_fuller_gpu_has_left(config_of: Callable[..., M
     sizes = stages.sizes_of(config, torch.bfloat16, on_gpu=True)
     weights = sum(sizes.layer_bytes) + sizes.words_bytes + sizes.head_bytes
     gpus([weights + 6 * PAGE_SIZE * sizes.cache_bytes, 1 << 30, 0], [1e12] * 3)
-    planned, tokens = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)
+    planned, tokens, _ = plan_stages(config, torch.bfloat16, GPUS[:2], 256, None)
     assert tokens is not None
     assert tokens >= PAGE_SIZE
     assert tokens % PAGE_SIZE == 0
@@ -184,5 +184,5 @@ def test_a_gpu_without_memory_to_measure_is_cut_by_bytes(
     assert measure(config, torch.float32, torch.device("cpu"), full) is None
     gpus([1 << 30] * 3, [1e12, 9e12, 1e12])
     monkeypatch.setattr(stages, "measure", lambda config, dtype, device, seconds_of: None if device.index else Times(1.0, 0.0))
-    planned, _ = plan_stages(config, torch.bfloat16, GPUS[:2], 256, 1024)
+    planned, *_ = plan_stages(config, torch.bfloat16, GPUS[:2], 256, 1024)
     assert len(planned[0].config.layers) >= len(planned[1].config.layers)

@@ -80,8 +80,10 @@ class Device:
         passes_in_flight: int = 1,
         num_stages: int = 1,
         cohort_size: int | None = None,
+        num_groups: int | None = None,
     ) -> None:
         self.pages, self.passes_in_flight, self.num_stages = Pages(num_pages, PAGE_SIZE), passes_in_flight, num_stages
+        self.num_groups = num_groups or num_stages
         self.speculation_rows = 64 if num_stages == 1 else 0
         most = 64 if passes_in_flight > 1 and num_stages == 1 else 0
         self.cohort_size = most if cohort_size is None else min(most, cohort_size)
@@ -168,7 +170,7 @@ priorities = st.sampled_from(["interactive", "batch"])
     st.integers(1, 30),
     st.integers(4, 40),
     st.integers(1, 3),
-    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)]),
     st.sampled_from([0, 2, 64]),
 )
 def test_every_answer_is_what_its_prompt_gives(
@@ -178,11 +180,12 @@ def test_every_answer_is_what_its_prompt_gives(
     budget: int,
     most_tokens: int,
     passes_in_flight: int,
-    num_stages: int,
+    stages_and_groups: tuple[int, int],
     cohort_size: int,
 ) -> None:
     """The cases include few pages (streams wait and give up pages), small budgets, too large passes, and shared prefixes."""
-    device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages, cohort_size)
+    num_stages, num_groups = stages_and_groups
+    device = Device(num_pages, most_tokens, passes_in_flight + num_stages - 1, num_stages, cohort_size, num_groups)
     streams = [stream(prompt, most, priority, ahead=ahead, owner=owner) for prompt, most, priority, ahead, owner in asked]
     requests = [request(*sequences, priority=priority) for sequences, priority in embedded]
     passes = Passes(device, budget)
@@ -330,6 +333,13 @@ def test_a_pipeline_waits_for_no_pass_but_that_of_the_same_group(num_streams: in
         for index, each in enumerate(decodes):
             for before in decodes[max(0, index - num_stages + 1) : index]:
                 assert not each & before
+
+
+def test_with_one_group_each_pass_of_a_pipeline_has_all_streams() -> None:
+    device = Device(40, passes_in_flight=3, num_stages=2, num_groups=1)
+    streams = [Stream(np.array([1, index % 3 + 1, 2], np.int32), SamplingOptions(max_tokens=20), 0) for index in range(6)]
+    Passes(device, 100).run(streams)
+    assert device.passes == [[3] * 6] + [[1] * 6] * 19
 
 
 def test_a_stream_alone_runs_ahead_in_a_pipeline() -> None:
@@ -623,7 +633,7 @@ def test_whoever_waits_for_a_stream_hears_the_end() -> None:
     assert device.pages.num_free == 20
 
     class Embeds(Device):
-        pages, passes_in_flight, num_stages, speculation_rows, cohort_size = None, 1, 1, 0, 0  # type: ignore[assignment]
+        pages, passes_in_flight, num_stages, num_groups, speculation_rows, cohort_size = None, 1, 1, 1, 0, 0  # type: ignore[assignment]
 
         def __init__(self) -> None: ...
 

@@ -52,7 +52,7 @@ INFO = ModelInfo("stub", "stub", "float32", "stub", "mean", 4, 256, 64, 0)
 class Gate:
     """A stand-in for the engine that waits until the test opens it. No two vectors are equal, not even those of one text."""
 
-    passes_in_flight, num_stages, speculation_rows, max_graph_tokens, pages = 1, 1, 0, 0, None
+    passes_in_flight, num_stages, num_groups, speculation_rows, max_graph_tokens, pages = 1, 1, 1, 0, 0, None
     cohort_size = 0
 
     def __init__(self) -> None:
