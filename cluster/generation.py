@@ -11,6 +11,7 @@ from cluster.measurement import What
 from cluster.models_file import ModelEntry
 from cluster.nodes import Node
 from cluster.throughput import Rate, measured_here, pipeline_tokens_per_s, speed_of, tokens_per_s
+from engine.cut import num_groups
 from engine.devices import compute_dtype, is_8_bits
 from engine.model.config import ModelConfig, with_kv_cache_dtype
 from engine.model.decoder import DecoderConfig
@@ -135,15 +136,16 @@ def pipeline_decode_tokens_per_s(
 ) -> float:
     """Like `decode_tokens_per_s`, for a model on several cards.
 
-    The streams form one group for each stage, and the groups take turns. The slowest stage limits the rate of steps. A group's
-    next step begins after its previous step has passed all stages.
+    The streams form groups that take turns (`engine.cut.num_groups`). The slowest stage limits the rate of steps. A group's next
+    step begins after its previous step has passed all stages.
 
     Args:
         nodes: for each stage, a node with only its card.
         layers: the layers of each stage.
         gbit_s: the rate of the network between stages on several nodes. None for stages on one node.
     """
-    groups = min(streams, len(layers))
+    alone_s, *_ = ring_pass_s(config, dtype, nodes, layers, 1, 0, gbit_s)
+    groups = min(streams, num_groups(alone_s))
     rows = math.ceil(streams / groups)
     steps_s, sent_s, host_s = ring_pass_s(config, dtype, nodes, layers, rows, length, gbit_s)
     return streams / max(groups * max(*steps_s, sent_s, _host_s(rows)), sum(steps_s) + len(layers) * sent_s + host_s)

@@ -122,13 +122,15 @@ def stage_seconds(model: Model, devices: Sequence[Device], stage: int, layers: r
     return sum(device.layer_s[layers.start : layers.stop]) + device.head_s * model.has_head(stage, len(devices))
 
 
-def num_groups(model: Model, devices: Sequence[Device], stages: Sequence[range]) -> int:
+def num_groups(stage_s: Sequence[float]) -> int:
     """The number of groups of streams that take turns. At any time each stage computes another group.
 
     There are as many groups as stages, if the stages take about equally long. A stage reads its weights for each group. So if one
     stage takes most of the time, fewer groups are faster.
+
+    Args:
+        stage_s: the seconds of each stage for a pass, as of `stage_seconds`.
     """
-    stage_s = [stage_seconds(model, devices, stage, layers) for stage, layers in enumerate(stages)]
     return max(1, min(len(stage_s), int(_MOST_OF_A_PASS * sum(stage_s) / max(stage_s))))
 
 

@@ -67,7 +67,7 @@ def plan_stages(
     else:
         parts, cache_tokens = cut.cut_with_cache(sizes, cards, most_default_tokens(config), PAGE_SIZE)
     stages = [Stage(replace(config, part=layers), device) for layers, device in zip(parts, devices, strict=True)]
-    return stages, cache_tokens, cut.num_groups(sizes, cards, parts)
+    return stages, cache_tokens, _num_groups(sizes, cards, parts)
 
 
 def why_on_one_device(config: ModelConfig) -> str | None:
@@ -179,7 +179,11 @@ def plan_ring(
             for device, part in zip(devices, layers, strict=True)
         ]
         cache_tokens = max(PAGE_SIZE, min(most_default_tokens(config), *fits))
-    return layers, cache_tokens, cut.num_groups(sizes, devices, layers)
+    return layers, cache_tokens, _num_groups(sizes, devices, layers)
+
+
+def _num_groups(sizes: cut.Model, devices: Sequence[cut.Device], parts: Sequence[range]) -> int:
+    return cut.num_groups([cut.stage_seconds(sizes, devices, stage, layers) for stage, layers in enumerate(parts)])
 
 
 def _one_layer(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -131,8 +131,4 @@ def test_the_refusal_has_the_numbers() -> None:
     ],
 )
 def test_as_many_groups_as_stages_unless_one_stage_takes_most_of_the_time(layers: tuple[int, ...], groups: int) -> None:
-    model = Model((1,) * 40, 0, 0, 1)
-    device = Device("d", 0, 0, *seconds_by_bytes(model, 1.0))
-    stops = [sum(layers[: index + 1]) for index in range(len(layers))]
-    stages = [range(stop - size, stop) for stop, size in zip(stops, layers, strict=True)]
-    assert num_groups(model, [device] * len(layers), stages) == groups
+    assert num_groups([1e-4 * each for each in layers]) == groups

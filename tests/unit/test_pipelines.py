@@ -202,7 +202,9 @@ def test_stages_decode_as_fast_as_the_slowest_one() -> None:
     # weights do not hide them.
     assert 1.15 < decode(even, 64) / decode_tokens_per_s(config, BF16, node, 64, 1000) < 1.5
     assert decode(even, 320) / decode_tokens_per_s(config, BF16, node, 320, 1000) > 1.6
-    assert decode((range(30), range(30, 36)), 64) < 0.75 * decode(even, 64)
+    assert decode((range(23), range(23, 36)), 64) < 0.9 * decode(even, 64)
+    # One group: the stages take turns.
+    assert decode((range(34), range(34, 36)), 64) == pytest.approx(decode_tokens_per_s(config, BF16, node, 64, 1000), rel=0.02)
     fast = replace(node, cards=(Card("NVIDIA H100", 80 * GIB),))
     assert decode((range(8), range(8, 36)), 64, (node, fast)) > decode(even, 64, (node, fast))
     prefill = pipeline_prefill_tokens_per_s(config, BF16, (node, node), even, 1000)
