@@ -309,6 +309,17 @@ class FailedFlight:
         raise BackendError("failed")
 
 
+def test_an_equal_sequence_needs_no_pass_that_fails() -> None:
+    """Both passes are under way when the first one fails. The second one ends both equal sequences."""
+    device = FailingDevice(40, 2, set(), {0})
+    passes = Passes(device, 9)
+    before, broken, whole = (request(ids) for ids in ([1] * 5, [2, 3, 1, 1, 2, 3], [2, 3, 1, 1, 2, 3]))
+    passes.run([before, broken, whole])
+    for each in (before, broken):
+        assert isinstance(each.future.exception(0), BackendError)
+    assert vectors(whole) == [vector_of([2, 3, 1, 1, 2, 3])]
+
+
 @pytest.mark.parametrize("num_streams", [2, 3, 6, 7])
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_pipeline_waits_for_no_pass_but_that_of_the_same_group(num_streams: int, num_stages: int) -> None:
