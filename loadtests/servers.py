@@ -152,13 +152,8 @@ class StubEngine:
         self.config = load_model_config(folder)
         self.tokenizer = Tokenizer.load(folder, self.config)
         self.max_batch_tokens, self.dtype_name, self.device = 16384, "float32", torch.device("cpu")
-        self.passes_in_flight, self.num_stages, self.num_groups, self.max_graph_tokens, self.max_batch_seqs = (
-            1,
-            1,
-            1,
-            0,
-            MOST_SEQS,
-        )
+        self.passes_in_flight = self.num_stages = self.num_groups = 1
+        self.max_graph_tokens, self.max_batch_seqs = 0, MOST_SEQS
         self.speculation_rows = self.cohort_size = 0
         self.pages = None
         self.used_bytes = 0

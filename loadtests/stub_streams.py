@@ -41,13 +41,8 @@ class StreamingEngine:
         self.prompts = Prompts.of(folder, self.tokenizer.shared)
         self.pages = Pages(8192, PAGE_SIZE)
         self.max_batch_tokens, self.dtype_name, self.device, self.dtype = 8192, "float32", torch.device("cpu"), torch.float32
-        self.passes_in_flight, self.num_stages, self.num_groups, self.max_graph_tokens, self.max_batch_seqs = (
-            1,
-            1,
-            1,
-            0,
-            MOST_SEQS,
-        )
+        self.passes_in_flight = self.num_stages = self.num_groups = 1
+        self.max_graph_tokens, self.max_batch_seqs = 0, MOST_SEQS
         self.speculation_rows, self.cohort_size = 0, 320
         self.longest_input, self.shares_host_memory, self.used_bytes = self.config.max_input_length, False, 0
         self._pass_s, self._due = float(os.environ.get(PASS_S, "0")) if pass_s is None else pass_s, 0.0

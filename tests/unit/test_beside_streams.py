@@ -15,16 +15,17 @@ from engine.schedule.stream import Stream, Token
 BUDGET = 8192
 
 
-def scheduler(num_streams: int = 0, step_s: float = 0.002) -> Scheduler:
+def scheduler(num_streams: int = 0, step_s: float = 0.002, num_stages: int = 1) -> Scheduler:
     """A scheduler with streams whose prompts are computed. Its measured rate is `step_s` seconds for a step."""
-    made = Scheduler(BUDGET, MOST_SEQS, 3, threading.RLock(), Pages(2000, PAGE_SIZE), cohort_size=64)
+    cohort_size = 64 if num_stages == 1 else 0
+    made = Scheduler(BUDGET, MOST_SEQS, 3, threading.RLock(), Pages(2000, PAGE_SIZE), num_stages, num_stages, 0, cohort_size)
     if not num_streams:
         return made
     for seed in range(num_streams):
         made.add(Stream(np.arange(10, dtype=np.int32), SamplingOptions(500, 0.0), seed))
     one_pass(made, 0.0)
     for _ in range(4):  # after these passes the rates are known
-        made.rates.add(num_streams, step_s)
+        made.rates.add(num_streams // num_stages, step_s)
     made.ended(10 * num_streams, 0.0)
     return made
 
@@ -65,6 +66,14 @@ def test_long_steps_are_queued_as_late_as_the_device_allows() -> None:
     assert made.wait_s(10.0) == pytest.approx(0.015)
     one_pass(made, 10.015)
     assert made.wait_s(10.015) == pytest.approx(0.02)
+
+
+def test_a_group_of_a_pipeline_is_queued_ahead() -> None:
+    made = scheduler(20, 0.004, num_stages=2)
+    assert [one_pass(made, 10.0) for _ in range(2)] == [10, 10]
+    assert made.wait_s(10.0) == pytest.approx(0.003)  # the first stage has 8 ms, and 5 ms should be left
+    assert one_pass(made, 10.003) == 10
+    assert made.wait_s(10.003) is None  # three passes are in flight
 
 
 def test_a_full_pass_of_prompts_does_not_wait_behind_two_others() -> None:
