@@ -17,6 +17,8 @@ from loadtests.report import write
 NODES = (10, 100, 1000)
 MODELS = 50
 LOADS = (0.5, 0.95, 1.3)  # bytes of the required replicas, as shares of the cluster's memory for models
+# Of a node with cards. A replica reserves half a CPU, and this test is about memory: a GB10 would hold 200 small replicas.
+MANY_CPUS = 1024
 # (name, GiB, whether this is memory of the host, cards per node, number of these nodes among 20)
 CARDS = (
     ("NVIDIA GB10", 119.0, True, 1, 5),
@@ -34,7 +36,7 @@ def nodes(count: int, rng: random.Random) -> list[Node]:
 
 def _node(name: str, card: str, gib: float, unified: bool, num_cards: int) -> Node:
     cards = (Card(card, int(gib * GIB), unified=unified),) * num_cards
-    return Node(name, "arm64" if unified else "amd64", 64 * GIB, 16, cards)
+    return Node(name, "arm64" if unified else "amd64", 64 * GIB, MANY_CPUS if cards else 16, cards)
 
 
 def models(cluster: list[Node], load: float, rng: random.Random) -> ModelsFile:
@@ -94,6 +96,7 @@ if __name__ == "__main__":
         "20, 10, 15 %",
         "placed / at best: bytes of the required replicas that have a place, of the bytes asked for or there, whichever is less; "
         "no placement reaches more than 1",
+        "nodes with cards have more CPUs than replicas need, so memory is the limit",
         "capacity used: with room to grow, each model to twice its replicas; a CPU node runs out of cores before memory",
     ]
     write("planning", "python -m loadtests.planning", {"Plans": table}, explained)

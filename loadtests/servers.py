@@ -33,6 +33,7 @@ from loadtests.startup import import_path
 
 MAX_CLIENT_BATCH = 2048
 SERVED_NAME = "model"  # of what BENCH_MODEL names
+MOST_REQUESTS = 4096  # in flight; more than any load test has
 
 
 @contextmanager
@@ -180,7 +181,7 @@ def _serve(kind: str, port: int) -> None:
     """emberforge on a Ray of its own, until standard input closes."""
     from cluster.local_ray import local_ray
 
-    with local_ray(num_cpus=os.cpu_count() or 1):
+    with local_ray(os.cpu_count() or 1, MOST_REQUESTS):
         from ray import serve
 
         from loadtests.replicas import REPLICAS
@@ -191,7 +192,7 @@ def _serve(kind: str, port: int) -> None:
             models=(_model_of(kind),),
             num_threads=os.cpu_count(),
             max_client_batch_size=MAX_CLIENT_BATCH,
-            max_concurrent_requests=4096,
+            max_concurrent_requests=MOST_REQUESTS,
             access_log="BENCH_ACCESS_LOG" in os.environ,
         )
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
