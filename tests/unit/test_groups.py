@@ -128,7 +128,7 @@ def test_hosts_without_cards_form_groups_too() -> None:
 
 
 def test_rates_of_a_ring_are_near_the_measured_ones() -> None:
-    card = Node("host", "amd64", 256 * GIB, 16, (Card("NVIDIA H100 80GB HBM3", 79 * GIB),))
+    card = Node("host", "amd64", 256 * GIB, 16, (Card("NVIDIA H200", 140 * GIB),))
     layers, fast = (range(17), range(17, 36)), 30.0  # Gbit/s between two processes of one host, for 1.3 MB
     rows = json.loads((RESULTS / "ring.json").read_text())["tables"]["Tokens/s"]
     decode = [row for row in rows if row["streams"].isdecimal()]
@@ -136,4 +136,4 @@ def test_rates_of_a_ring_are_near_the_measured_ones() -> None:
     for row in decode:
         config, streams = CATALOGUE[f"Qwen/{row['model']}"], int(row["streams"])
         rate = pipeline_decode_tokens_per_s(config, torch.bfloat16, (card, card), layers, streams, 208, fast)
-        assert 1 / 1.2 < rate / row["two processes, tokens/s"] < 1.2
+        assert 1 / 1.1 < rate / row["two processes, tokens/s"] < 1.1
