@@ -16,7 +16,7 @@ from loadtests.report import write
 
 NODES = (10, 100, 1000)
 MODELS = 50
-LOADS = (0.5, 0.95, 1.3)  # bytes of the required replicas, as shares of the cluster's memory for models
+LOADS = (0.5, 0.95, 1.3)  # bytes of the required replicas, as shares of the cards' memory for models
 # Of a node with cards. A replica reserves half a CPU, and this test is about memory: a GB10 would hold 200 small replicas.
 MANY_CPUS = 1024
 # (name, GiB, whether this is memory of the host, cards per node, number of these nodes among 20)
@@ -40,12 +40,12 @@ def _node(name: str, card: str, gib: float, unified: bool, num_cards: int) -> No
 
 
 def models(cluster: list[Node], load: float, rng: random.Random) -> ModelsFile:
-    """Gives replicas to random models until they would fill that share of the cluster. Each model may grow to twice as many."""
+    """Gives replicas to random models until they would fill that share of the cards. Each model may grow to twice as many."""
     known = [name for name, config in CATALOGUE.items() if config.generation is None]
     entries = [_entry(index, rng.choice(known), 1, rng) for index in range(MODELS)]
     empty = Plan(ModelsFile(models=tuple(entries)), cluster)
     least = {name: min(demand.bytes_on.values()) for name, demand in empty.demands.items()}
-    left = load * sum(slot.capacity for slot in empty.slots) - sum(least.values())
+    left = load * capacity_of(empty) - sum(least.values())
     counts = dict.fromkeys(least, 1)
     while left > 0:
         name = rng.choice(list(least))
@@ -55,6 +55,11 @@ def models(cluster: list[Node], load: float, rng: random.Random) -> ModelsFile:
         entry.model_copy(update={"min_replicas": counts[entry.name], "max_replicas": 2 * counts[entry.name]}) for entry in entries
     ]
     return ModelsFile(models=tuple(grown))
+
+
+def capacity_of(plan: Plan) -> int:
+    """The bytes of all cards. Hosts without cards hold none of these models: a model has one dtype, and theirs is another."""
+    return sum(slot.capacity for slot in plan.slots if plan.classes[slot.node_class].cards)
 
 
 def _entry(index: int, model: str, replicas: int, rng: random.Random) -> ModelEntry:
@@ -72,7 +77,7 @@ def measure(count: int, load: float) -> dict[str, Any]:
     reported = perf_counter()
 
     least = {name: min(demand.bytes_on.values()) for name, demand in plan.demands.items()}
-    capacity = sum(slot.capacity for slot in plan.slots)
+    capacity = capacity_of(plan)
     asked = sum(entry.min_replicas * least[entry.name] for entry in file.models)
     required = [each for each in plan.placement.replicas if each.required]
     return {
@@ -97,6 +102,6 @@ if __name__ == "__main__":
         "placed / at best: bytes of the required replicas that have a place, of the bytes asked for or there, whichever is less; "
         "no placement reaches more than 1",
         "nodes with cards have more CPUs than replicas need, so memory is the limit",
-        "capacity used: with room to grow, each model to twice its replicas; a CPU node runs out of cores before memory",
+        "capacity: of the cards; used: with room to grow, each model to twice its replicas",
     ]
     write("planning", "python -m loadtests.planning", {"Plans": table}, explained)
