@@ -54,6 +54,10 @@ class EmbedOptions:
     spans: tuple[tuple[int, int], ...] = ()
 
 
+# The largest temperature, penalty and bias. Far larger ones make a logit infinite.
+_LARGEST = 1000
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """The options by which the tokens of an answer are chosen. The defaults change no logit.
@@ -115,13 +119,13 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     """Raises: InvalidInput naming the option, its value, and the allowed values."""
     limits = {
         "max_tokens": (1 if options.prompt_logprobs is None else 0, inf),
-        "temperature": (0, inf),
-        "top_k": (0, inf),
+        "temperature": (0, _LARGEST),
+        "top_k": (0, 2**32 - 1),
         "top_p": (0, 1),
         "min_p": (0, 1),
-        "repetition_penalty": (0, inf),
-        "presence_penalty": (-inf, inf),
-        "frequency_penalty": (-inf, inf),
+        "repetition_penalty": (1 / _LARGEST, _LARGEST),
+        "presence_penalty": (-_LARGEST, _LARGEST),
+        "frequency_penalty": (-_LARGEST, _LARGEST),
         "min_tokens": (0, inf),
         "no_repeat_ngram": (0, inf),
         "logprobs": (0, vocab_size),
@@ -131,12 +135,13 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
         value = getattr(options, name)
         if value is not None and not (least <= value <= most and isfinite(value)):
             allowed = f"{least} or more" if most == inf else f"a number from {least} to {most}"
-            raise InvalidInput(f"{name} is {value}, expected {'a finite number' if least == -inf else allowed}")
-    if not options.repetition_penalty:
-        raise InvalidInput("repetition_penalty is 0, expected a number above 0; 1 changes nothing")
+            raise InvalidInput(f"{name} is {value}, expected {allowed}")
     for token, bias in options.logit_bias:
-        if not 0 <= token < vocab_size or not isfinite(bias):
-            raise InvalidInput(f"logit_bias gives token {token} {bias}, expected a token below {vocab_size} and a finite number")
+        if not 0 <= token < vocab_size or not abs(bias) <= _LARGEST:
+            raise InvalidInput(
+                f"logit_bias gives token {token} {bias}, expected a token below {vocab_size} and a number from {-_LARGEST} to "
+                f"{_LARGEST}"
+            )
     for name in ("allowed", "logprobs_of"):
         may_not = [token for token in getattr(options, name) or () if not 0 <= token < vocab_size]
         if may_not:

@@ -124,7 +124,7 @@ class Sampled(NamedTuple):
     logprobs: Tensor  # [B] float32, of the chosen tokens
     top_ids: Tensor  # [B, num_logprobs] int64, the likeliest first; of equal ones any
     top_logprobs: Tensor  # [B, num_logprobs] float32
-    finite: Tensor  # [B] bool; False: a logit is NaN or infinite, or no token may be chosen. Only token 0 is then defined.
+    finite: Tensor  # [B] bool; False: a logit is NaN or +inf, also after options, or no token may be chosen. The token is then 0.
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
@@ -141,7 +141,7 @@ def sample(logits: Tensor, sampling: Sampling) -> Sampled:
     adjusted = adjust(logits, sampling)
     token_ids = _argmax(adjusted)
     largest = adjusted.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-    finite &= largest > -math.inf
+    finite &= largest.isfinite()
     columns = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.uniform)
     for row, (temperature, top_k, top_p, min_p, number) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
         if temperature > 0 and finite[row]:

@@ -366,6 +366,18 @@ def test_a_row_that_is_not_finite_is_reported_and_disturbs_no_other(value: float
 
 
 @pytest.mark.parametrize("options", [GREEDY, DRAWN])
+@pytest.mark.parametrize("too_large", [{"logit_bias": ((8, 1e39),)}, {"repetition_penalty": 1e-39}])
+def test_a_row_whose_options_make_a_logit_infinite_disturbs_no_other(too_large: dict[str, Any], options: SamplingOptions) -> None:
+    logits = random_logits(256, seed=7, num_rows=3).abs()
+    rows = [row(each, uniform=0.3, counts=TokenCounts([8])) for each in (options, replace(options, **too_large), options)]
+    whole = run(logits, [rows[0]] * 3)
+    sampled = run(logits, rows)
+    assert sampled.finite.tolist() == [True, False, True]
+    assert sampled.token_ids[1] == 0
+    assert sampled.token_ids[[0, 2]].tolist() == whole.token_ids[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize("options", [GREEDY, DRAWN])
 def test_a_row_that_may_choose_nothing_is_reported(options: SamplingOptions) -> None:
     sampled = run(torch.zeros(2, 4), [row(replace(options, allowed=(2,)), banned=(2,)), row(options)])
     assert sampled.finite.tolist() == [False, True]
