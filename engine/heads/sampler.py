@@ -124,7 +124,8 @@ class Sampled(NamedTuple):
     logprobs: Tensor  # [B] float32, of the chosen tokens
     top_ids: Tensor  # [B, num_logprobs] int64, the likeliest first; of equal ones any
     top_logprobs: Tensor  # [B, num_logprobs] float32
-    finite: Tensor  # [B] bool; False: a logit is NaN or +inf, also after options, or no token may be chosen. The token is then 0.
+    # [B] bool; False: a logit is NaN or infinite, or becomes +inf by the options, or no token may be chosen. The token is then 0.
+    finite: Tensor
 
 
 def sample(logits: Tensor, sampling: Sampling) -> Sampled:
