@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engine.errors import ModelError
 
-# All groups together take the slowest stage at most this many times as long as one group takes all stages. Two groups of a 14B's
+# The slowest stage may need this many times as long for all groups as all stages together need for one. Two groups of a 14B's
 # streams are faster than one if no stage takes more than 0.7 of a pass (loadtests/results/pipeline_schedule.md).
 _MOST_OF_A_PASS = 1.4
 

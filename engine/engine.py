@@ -243,8 +243,10 @@ class Engine:
             last = stages[-1].config if stages else config
             parts = load_parts(folder, last, chosen, where[-1], on_progress, stages[:-1])
             sleeper = sleeper_of(parts, where) if sleeps else None
-            sizes = cache_tokens, max_batch_tokens
-            engine = cls(config, parts, chosen, where[-1], *sizes, stages, speculate, sleeper, num_groups=num_groups)
+            engine = cls(
+                config, parts, chosen, where[-1], cache_tokens, max_batch_tokens, stages, speculate, sleeper,
+                num_groups=num_groups,
+            )  # fmt: skip
             engine.warm_up(max_batch_tokens)
         return engine
 
@@ -279,8 +281,8 @@ class Engine:
             for index, each in enumerate(later, 1):
                 each.run(store.place(index))
             ring = Ring(store.place(0), address, device, compute_dtype(dtype), config.hidden_size, store)
-            sizes = cache_tokens, options.max_batch_tokens
-            engine = cls(config, parts, dtype, device, *sizes, [first], speculate, ring=ring, num_groups=num_groups)
+            budget = options.max_batch_tokens
+            engine = cls(config, parts, dtype, device, cache_tokens, budget, [first], speculate, ring=ring, num_groups=num_groups)
             try:
                 engine.warm_up(options.max_batch_tokens)
             except BaseException:

@@ -92,8 +92,8 @@ def _without_duplicates(slices: list[Slice]) -> tuple[Sequences, list[EmbedOptio
     if len(set(keys)) == len(keys):
         return sequences, options, None
     if any(part.start for part in slices):
-        # The vector of a sequence also depends on its earlier slices, and their passes may still fail. Then only its own request
-        # may fail. Slices of several sequences begin with a first token.
+        # The vector of a sequence depends on its earlier slices, too. If the pass of such a slice fails, only its own request may
+        # fail. Slices that begin later have one sequence each, so there are as many slices as keys.
         keys = [(key, index if part.start else None) for index, (key, part) in enumerate(zip(keys, slices, strict=True))]
     if any(part.request.options is not options[0] for part in slices):
         # Equal options have one number. Most sequences of a pass share one object, and its hash takes longer than its id.

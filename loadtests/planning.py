@@ -17,7 +17,8 @@ from loadtests.report import write
 NODES = (10, 100, 1000)
 MODELS = 50
 LOADS = (0.5, 0.95, 1.3)  # bytes of the required replicas, as shares of the cards' memory for models
-# Of a node with cards. A replica reserves half a CPU, and this test is about memory: a GB10 would hold 200 small replicas.
+# A node with cards has more CPUs than its replicas reserve, because this test is about memory. A GB10 holds 200 small replicas,
+# and each of them reserves half a CPU.
 MANY_CPUS = 1024
 # (name, GiB, whether this is memory of the host, cards per node, number of these nodes among 20)
 CARDS = (
