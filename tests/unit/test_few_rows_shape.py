@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from engine.codes import STRIP, Form
 from engine.kernels import few_rows
 from engine.kernels.few_rows import MOST_ROWS, MOST_SENT, few_rows_shape, few_rows_shapes, padded
+from engine.kernels.packed import Packed
 
 SMS = 132
 SHARED_BYTES = 227 << 10  # shared memory of a block on sm_90
@@ -67,6 +69,19 @@ def test_other_rows_take_another_kernel(m: int, dtype: torch.dtype, takes: bool,
     monkeypatch.setattr(few_rows, "num_sms", lambda device: SMS)
     x, w = torch.zeros(m, 1024, dtype=dtype), torch.zeros(4096, 1024, dtype=dtype)
     assert (few_rows.few_rows_shape_of(x, w) is not None) == takes
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "takes"), [(16, 12288, True), (17, 12288, False), (16, 17408, False)], ids=["8B", "17 rows", "14B"]
+)
+def test_rows_of_codes_take_another_kernel(m: int, k: int, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "is_hopper", lambda device: True)
+    monkeypatch.setattr(few_rows, "num_sms", lambda device: SMS)
+    form, strips = Form(128), 4096 // STRIP
+    records = torch.empty(strips, k // form.chunk, form.record_bytes // 4, dtype=torch.int32, device="meta")
+    weight = Packed(records, torch.empty(strips, dtype=torch.int32, device="meta"), k, form)
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    assert (few_rows.few_rows_shape_of(x, weight) is not None) == takes
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 72), (1000, 1024), (16, 1024)])
