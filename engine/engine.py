@@ -87,6 +87,8 @@ class Engine:
             ring: the connection to the later stages, if they are processes of their own. `stages` is then the first stage alone.
             num_groups: as in `engine.passes.Runner`.
         """
+        if parts.prompts is not None and config.generation is not None:
+            config = replace(config, generation=config.generation.ended_by(parts.prompts.eos_id, config.vocab_size))
         self._sleeper, self.num_groups = sleeper, num_groups
         self.stages = tuple(stages) or (Stage(config, device),)
         caches: list[KVCache] = []

@@ -142,7 +142,7 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
                 f"logit_bias gives token {token} {bias}, expected a token below {vocab_size} and a number from {-_LARGEST} to "
                 f"{_LARGEST}"
             )
-    for name in ("allowed", "logprobs_of"):
+    for name in ("allowed", "logprobs_of", "stop_ids"):
         may_not = [token for token in getattr(options, name) or () if not 0 <= token < vocab_size]
         if may_not:
             raise InvalidInput(f"{name} has token {may_not[0]}, the vocabulary ends at {vocab_size - 1}")

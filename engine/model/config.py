@@ -92,6 +92,14 @@ class GenerationConfig:
     embeds: bool = False  # the operator has named a pooling, so the model also gives vectors
     cache_dtype: Literal["auto", "fp8", "int8"] = "auto"  # of keys and values; auto: the dtype that the model computes in
 
+    def ended_by(self, eos_id: int | None, vocab_size: int) -> "GenerationConfig":
+        """The config with the tokenizer's token for the end. Ids beyond the vocabulary are left out: no answer ends with them.
+
+        A chat model may have its token for the end of a turn only in tokenizer_config.json.
+        """
+        ids = self.eos_ids if eos_id is None or eos_id in self.eos_ids else (*self.eos_ids, eos_id)
+        return replace(self, eos_ids=tuple(each for each in ids if each < vocab_size))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

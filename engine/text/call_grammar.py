@@ -28,7 +28,8 @@ def of_calls(
     """The grammar of a call of one of the functions, or of one or more such calls.
 
     Args:
-        schemas: the schema of each function's parameters, by the function's name. An empty schema allows no arguments.
+        schemas: the schema of each function's parameters, by the function's name. An empty schema allows no arguments. Without
+            functions the answer is `instead`.
         form: the form of calls, as in `ChatFormat.calls`.
         tokens: the tags that are single tokens. llguidance does not accept such a token for the text of its name.
         reasoning: the text before the calls.
@@ -41,9 +42,10 @@ def of_calls(
     end_of_reasoning = ("text </think>" if "</think>" in tokens else "reasoning_end") + ' "\\n\\n"?'
     before = {"none": "", "may": f"({tag('<think>')} {end_of_reasoning})? ", "open": f"{end_of_reasoning} "}[reasoning]
     calls = "call" + (' ("\\n" call)*' if several else "")
+    answers = [f"@{_INSTEAD}"] * (instead is not None) + [calls] * bool(schemas)
     rules = [
-        f"start: {before}" + (calls if instead is None else f"(@{_INSTEAD} | {calls})"),
-        "call: " + " | ".join(f"call{i}" for i in range(len(schemas))),
+        f"start: {before}" + (answers[0] if len(answers) == 1 else f"({' | '.join(answers)})"),
+        *(["call: " + " | ".join(f"call{i}" for i in range(len(schemas)))] if schemas else []),
         "text: /(?s:.*)/",
         r"reasoning_end[lazy]: /(?s:.*)<\/think>/",
         r"value[lazy]: /(?s:.*)\n<\/parameter>\n/",

@@ -43,6 +43,9 @@ _END = "\ue000\ue001\ue000 "
 # The names of a message's reasoning in published templates and APIs, the most common one first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
+# OpenAI's newer name of the role system. Most templates leave out a message with a role that they do not have.
+_DEVELOPER = "developer"
+
 # The start of a tool call in a template's text. Line breaks may be written as in Jinja's strings, and quotes may be escaped.
 _JSON_CALL = re.compile(r"""<tool_call>(\s|\\n)*\{\\?["'](name|arguments)""")
 _XML_CALL = re.compile(r"<tool_call>(\s|\\n)*<function=")
@@ -76,10 +79,16 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, default: Template, tool_use: Template, special_tokens: Mapping[str, str], format: ChatFormat = ChatFormat()
+        self,
+        default: Template,
+        tool_use: Template,
+        special_tokens: Mapping[str, str],
+        format: ChatFormat = ChatFormat(),
+        has_developer: bool = False,
     ) -> None:
         """Use `load` instead. `tool_use` is for requests with tools. The special tokens are variables of both templates."""
         self._default, self._tool_use, self._special_tokens, self.format = default, tool_use, special_tokens, format
+        self._has_developer = has_developer  # the role
 
     @classmethod
     def load(cls, folder: Path) -> "ChatTemplate | None":
@@ -101,7 +110,8 @@ class ChatTemplate:
         default = _compiled(*sources["default"])
         tool_use = _compiled(*sources["tool_use"]) if "tool_use" in sources else default
         texts = (sources["default"][1], sources.get("tool_use", sources["default"])[1])
-        return cls(default, tool_use, _special_tokens(folder, config), ChatFormat.of(*texts))
+        has_developer = any(_DEVELOPER in text for text in texts)
+        return cls(default, tool_use, _special_tokens(folder, config), ChatFormat.of(*texts), has_developer)
 
     def render(
         self,
@@ -116,7 +126,7 @@ class ChatTemplate:
 
         Args:
             messages: plain JSON data. A content of text parts becomes one string, with a newline between the parts. A field
-                that is None is left out.
+                that is None is left out. The role developer becomes system, unless the template has it.
             tools: in the form of OpenAI's API.
             add_generation_prompt: end with the start of the assistant's answer.
             continue_final_message: end within the final message, so that the model continues it. Not together with
@@ -134,6 +144,9 @@ class ChatTemplate:
             raise InvalidInput("`messages` cannot be empty")
         template = self._default if tools is None else self._tool_use
         prepared = [_prepared(index, message) for index, message in enumerate(messages)]
+        for message in prepared:
+            if message["role"] == _DEVELOPER and not self._has_developer:
+                message["role"] = "system"
         variables = {"documents": None, **self._special_tokens, **template_kwargs}
         variables |= {"tools": tools, "add_generation_prompt": add_generation_prompt}
         if not continue_final_message:

@@ -77,8 +77,18 @@ class Prompts:
         """The bytes that a token adds inside a text, special or not."""
         return token_bytes_of(self.tokenizer)[token_id]
 
+    @property
+    def eos_id(self) -> int | None:
+        """The id of the tokenizer's token for the end. None: the tokenizer has no such token."""
+        text = self.settings.get("eos_token")
+        found: int | None = None if text is None else self.tokenizer.token_to_id(text)
+        return found
+
     def _ids(self, text: str, add_special_tokens: bool) -> TokenIds:
-        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError as error:  # the text cannot be in UTF-8
+            raise InvalidInput("the prompt has half of a surrogate pair, which is no character; remove it") from error
         if len(encoding) > _MOST_TOKENS:
             raise InvalidInput(f"the prompt has {len(encoding)} tokens, the limit is {_MOST_TOKENS}; shorten it")
         ids = encoding.ids

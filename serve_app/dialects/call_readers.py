@@ -130,8 +130,9 @@ class JsonCall(CallReader):
         self.status = "broken"
         match parsed:
             case {"name": str(name), **others} if name and isinstance(arguments := others.get("arguments", {}), dict):
-                self.name, self.status = name, "done"
-                self._arguments.append(json.dumps(arguments, ensure_ascii=False))
+                if (written := _written(arguments)) is not None:
+                    self.name, self.status = name, "done"
+                    self._arguments.append(written)
 
 
 # A value ends at its closing tag. If this tag is missing, the value ends before another tag at the start of a line.
@@ -244,7 +245,18 @@ def _converted(value: str, types: frozenset[str]) -> str:
         "object": isinstance(parsed, dict),
         "array": isinstance(parsed, list),
     }
-    return json.dumps(parsed if any(fits.get(each) for each in types) else value, ensure_ascii=False)
+    written = _written(parsed) if any(fits.get(each) for each in types) else None
+    return json.dumps(value, ensure_ascii=False) if written is None else written
+
+
+def _written(value: Any) -> str | None:
+    """Returns the JSON text of a parsed value. None for infinity, which 1e999 becomes, and for half of a surrogate pair."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError:
+        return None
+    return text
 
 
 def _parsed(text: str) -> Any:

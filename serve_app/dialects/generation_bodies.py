@@ -340,11 +340,11 @@ class ChatRequest(GenerationBody):
         shown = ((THINK, END_THINK) if chat_format.thinks else ()) + ((OPENER, CLOSER) if self.callable else ())
         wanted = self._wanted(model, 1, num_chars, self._encode, shown)
         form, may_answer = wanted.sampling.grammar, self.tool_choice in (None, "none", "auto")
-        if not self.callable or (may_answer and form is None):
+        if form is None and (may_answer or not self.callable):
             return wanted
         if not may_answer and form is not None:
             raise BadRequest("`tool_choice` cannot be combined with a form of the answer; leave one out", "tool_choice")
-        return replace(wanted, grammar_after=partial(self._call_grammar, model.prompts, form))
+        return replace(wanted, grammar_after=partial(self._grammar, model.prompts, form))
 
     def parser(self, prompts: Prompts, prompt: TokenIds) -> ChatParser:
         """The parser of an answer to a prompt."""
@@ -365,16 +365,19 @@ class ChatRequest(GenerationBody):
         end = prompts.decode(prompt[-_TAG_TOKENS:]).rstrip()
         return "open" if end.endswith(THINK) else "none" if end.endswith(END_THINK) else "may"
 
-    def _call_grammar(self, prompts: Prompts, form: str | None, prompt: TokenIds) -> str:
-        """The grammar of the calls that `tool_choice` requires, or that the answer may have instead of the form."""
+    def _grammar(self, prompts: Prompts, form: str | None, prompt: TokenIds) -> str:
+        """The grammar of the form, and of the calls that `tool_choice` requires or that the answer may have instead."""
         schemas, choice = schemas_of(self.callable or ()), self.tool_choice
+        reasoning = self._reasoning_after(prompts, prompt)
+        if not schemas and form is not None and reasoning != "open":
+            return form
         tags = (THINK, END_THINK, OPENER, CLOSER)
         return of_calls(
             {choice.name: schemas[choice.name]} if isinstance(choice, NamedTool) else schemas,
             prompts.chat_format.calls or "json",
             tokens={tag for tag in tags if prompts.tokenizer.token_to_id(tag) is not None},
             several=not isinstance(choice, NamedTool) and self.parallel_tool_calls is not False,
-            reasoning=self._reasoning_after(prompts, prompt),
+            reasoning=reasoning,
             instead=form,
         )
 

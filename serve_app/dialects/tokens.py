@@ -17,6 +17,7 @@ from serve_app.dialects.bodies import ModelBody, fields_of, parse_body
 from serve_app.dialects.generation_bodies import Unsigned, parse_request
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.tei_bodies import TokenizeRequest
+from serve_app.dialects.tools import with_parsed_calls
 from serve_app.errors import BadRequest
 
 
@@ -46,7 +47,7 @@ class PromptTokenizeRequest(ModelBody):
         if self.prompt is not None:
             return prompts.encode(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         return prompts.encode_chat(
-            self.messages or [],
+            with_parsed_calls(self.messages or []),
             add_special_tokens=bool(self.add_special_tokens),
             tools=self.tools or None,
             add_generation_prompt=self.add_generation_prompt is not False,

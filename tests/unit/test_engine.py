@@ -1,15 +1,17 @@
 """`Engine.embed`, the call of the library, without an engine loop and without a server."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tiny_generators import folder_without_pooling
 
 from emberforge import BackendError, Engine
-from engine.errors import OutOfMemory
-from engine.options import TokenIds
+from engine.errors import InvalidInput, OutOfMemory
+from engine.options import SamplingOptions, TokenIds
 from engine.run.flight import Finished
 
 BAD = 7
@@ -63,3 +65,22 @@ def test_an_input_that_is_not_finite_is_named(engine: Engine, lengths: tuple[int
     monkeypatch.setattr(engine.runner, "launch", spoiling)
     with pytest.raises(BackendError, match=r"^input 2: the model gave a vector that is not finite"):
         engine.embed(inputs(*lengths))
+
+
+@pytest.mark.parametrize(
+    ("said", "eos_token", "ids"),
+    [([7], None, (7,)), ([7], "[SEP]", (7, 3)), ([3, 7], "[SEP]", (3, 7)), ([7, 10**6], None, (7,)), (None, "[SEP]", (3,))],
+)
+def test_what_ends_an_answer(
+    tiny: Callable[..., Path], tmp_path: Path, said: list[int] | None, eos_token: str | None, ids: tuple[int, ...]
+) -> None:
+    """An id beyond the vocabulary would fail the passes of a request with min_tokens, which forbids these ids."""
+    folder = folder_without_pooling(tiny, "qwen3_lm", tmp_path / "generates")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    engine = Engine.load(folder, dtype="float32", device="cpu", cache_tokens=256)
+    assert engine.config.generation is not None
+    assert engine.config.generation.eos_ids == ids
+    engine.generate([[5, 6]], SamplingOptions(3, min_tokens=2, stop_ids=engine.config.generation.eos_ids))
+    with pytest.raises(InvalidInput, match="stop_ids has token 1000000"):
+        engine.generate([[5, 6]], SamplingOptions(3, min_tokens=2, stop_ids=(10**6,)))

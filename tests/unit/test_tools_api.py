@@ -338,7 +338,57 @@ def test_an_answer_that_may_call_calls_or_answers_in_the_form(tmp_path: Path, ch
     assert "weather" not in (alone.streams[0].options.grammar or "")
 
 
+@pytest.mark.parametrize("thinks", [True, False])
+def test_a_form_begins_after_the_reasoning_that_the_prompt_opens(tmp_path: Path, thinks: bool) -> None:
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}}
+    served = model(tmp_path, "hm\n</think>\n\n42" if thinks else "42")
+    message = choice_of(served, chat_template_kwargs={"enable_thinking": thinks}, **form)["message"]
+    assert (message.get("reasoning"), message["content"]) == ("hm" if thinks else None, "42")
+    grammars = json.loads(served.streams[-1].options.grammar or "")["grammars"]
+    assert [each["lark_grammar"].split("\n")[0] for each in grammars if "lark_grammar" in each] == (
+        ['start: reasoning_end "\\n\\n"? @instead'] if thinks else []
+    )
+
+
 # Messages.
+
+
+@pytest.mark.parametrize(("template", "role"), [(CALLS, "system"), (CALLS + "{# developer #}", "developer")])
+def test_a_template_without_the_role_developer_gets_it_as_system(tmp_path: Path, template: str, role: str) -> None:
+    served = model(tmp_path, "x", template=template)
+    choice_of(served, messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    assert prompt_of(served) == f"<{role}>Be brief.<user>Hi<a>"
+
+
+def test_a_conversation_with_calls_is_tokenized_as_it_is_computed(tmp_path: Path) -> None:
+    served = model(tmp_path, "x")
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"city":"Zürich","days":2}'}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    choice_of(served, messages=messages)
+    told = post(served, "/tokenize", raw=json.dumps({"messages": messages}).encode())
+    assert told.json()["tokens"] == served.streams[-1].prompt.tolist()
+
+
+def test_half_of_a_surrogate_pair_in_an_earlier_call_is_refused(tmp_path: Path) -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}]
+    refused = post(model(tmp_path, "x"), CHAT, messages=[{"role": "assistant", "tool_calls": calls}])
+    assert refused.status_code == 400
+    assert "surrogate" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("value", ["1e999", '["\\ud83d"]'])
+def test_values_that_cannot_be_written_again_stay_as_they_came(tmp_path: Path, value: str) -> None:
+    """In XML such a value is a string. A call whose name comes last is content. The arguments behind a name are not parsed."""
+    function = tool("f", {"type": "object", "properties": {"c": {"type": ["number", "array"]}}})
+    in_xml = f"<tool_call>\n<function=f>\n<parameter=c>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    message = choice_of(model(tmp_path, in_xml, template=XML_CALLS), tools=[function])["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"c": value}
+    arguments = f'{{"c": {value}}}'
+    last = f'<tool_call>\n{{"arguments": {arguments}, "name": "f"}}\n</tool_call>'
+    assert choice_of(model(tmp_path, last), tools=[function])["message"]["content"] == last
+    first = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    (call,) = choice_of(model(tmp_path, first), tools=[function])["message"]["tool_calls"]
+    assert call["function"]["arguments"] == arguments
 
 
 def test_a_conversation_with_calls_and_results(tmp_path: Path) -> None:
