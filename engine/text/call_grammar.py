@@ -12,6 +12,8 @@ _DEFINITIONS = ("$defs", "definitions")
 # The name of the grammar of an answer without calls.
 _INSTEAD = "instead"
 STRING = frozenset({"string"})
+# The reader of calls ends a value at each of these tags, so a string has none of them before its closing tag.
+_NO_OTHER_END = r"~/(?s:.*)(<\/parameter>[^\n]|\n(<parameter=|<\/function>|<\/tool_call>))(?s:.*)/"
 # The text before the calls: none, reasoning that the model may open, or the rest of reasoning that the prompt has opened.
 Reasoned = Literal["none", "may", "open"]
 
@@ -48,7 +50,8 @@ def of_calls(
         *(["call: " + " | ".join(f"call{i}" for i in range(len(schemas)))] if schemas else []),
         "text: /(?s:.*)/",
         r"reasoning_end[lazy]: /(?s:.*)<\/think>/",
-        r"value[lazy]: /(?s:.*)\n<\/parameter>\n/",
+        "value[lazy]: VALUE",
+        rf"VALUE: /(?s:.*)<\/parameter>\n/ & {_NO_OTHER_END}",
     ]
     for i, (name, schema) in enumerate(schemas.items()):
         inner = _json_call(name, schema) if form == "json" else " ".join(_xml_call(name, schema))

@@ -130,6 +130,39 @@ def test_reasoning_before_the_calls(kind: str) -> None:
         assert not accepts(f"<think>hm</think>Hi{TIME}", kind, reasoning=reasoning)
 
 
+def read(text: str, schemas: dict[str, Any], form: str = "xml") -> Any:
+    """The arguments of the only call, as the parser reads them."""
+    parser = ChatParser(thinks=False, new_call=JsonCall if form == "json" else partial(XmlCall, schemas))
+    begun, *rest = parser.push(text) + parser.finish()
+    assert isinstance(begun, CallBegun)
+    assert all(isinstance(each, CallArguments) for each in rest)
+    return json.loads("".join(each.text for each in rest if isinstance(each, CallArguments)))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    ("value", "accepted"),
+    [
+        ("use </parameter> here", False),
+        ("a\n</function>\nb", False),
+        ("a\n<parameter=x>\nb", False),
+        ("a\n</tool_call>\nb", False),
+        ("</function> a </function>\n <parameter=x>\n\n", True),
+        ("</parameter\n</func", True),
+    ],
+)
+def test_a_string_has_no_tag_that_ends_it_for_the_reader(kind: str, value: str, accepted: bool) -> None:
+    text = in_xml("weather", city=value)
+    assert accepts(text, kind, "xml") is accepted
+    assert not accepted or read(text, SCHEMAS) == {"city": value}
+
+
+def test_a_string_may_end_without_a_line_break() -> None:
+    text = in_xml("weather", city="x").replace("x\n", "x")
+    assert accepts(text, "text", "xml")
+    assert read(text, SCHEMAS) == {"city": "x"}
+
+
 @pytest.mark.parametrize("form", ["json", "xml"])
 def test_the_parser_reads_what_the_grammar_accepts(form: str) -> None:
     arguments: dict[str, Any] = {"city": "Zürich\n", "days": 2, "unit": "C", "place": {"a": None}}
@@ -139,10 +172,7 @@ def test_the_parser_reads_what_the_grammar_accepts(form: str) -> None:
         else in_xml("weather", **{key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()})
     )
     assert accepts(text, "tokens", form)
-    parser = ChatParser(thinks=False, new_call=JsonCall if form == "json" else partial(XmlCall, SCHEMAS))
-    begun, *rest = parser.push(text) + parser.finish()
-    assert isinstance(begun, CallBegun)
-    assert json.loads("".join(each.text for each in rest if isinstance(each, CallArguments))) == arguments
+    assert read(text, SCHEMAS, form) == arguments
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
