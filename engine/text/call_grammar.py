@@ -9,6 +9,10 @@ from engine.text.grammar import bounded, of_lark, with_named
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 # The keys of a schema with definitions. A `$ref` in a property may point to them.
 _DEFINITIONS = ("$defs", "definitions")
+# The keys of a schema that decide how its values are written.
+_KEYS = ("$ref", "allOf", "anyOf", "oneOf", "type", "properties", "enum", "const")
+# The type of a value from JSON. Not "integer", because 2.0 is also equal to the choice 2.
+_TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object", type(None): "null"}
 # The name of the grammar of an answer without calls.
 _INSTEAD = "instead"
 STRING = frozenset({"string"})
@@ -60,17 +64,55 @@ def of_calls(
     return grammar if instead is None else with_named(grammar, _INSTEAD, instead)
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """The types that a schema allows. A schema without a type is a string's, because XML has no quotes around strings."""
-    if not isinstance(schema, Mapping):
-        return STRING
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema allows. A schema without a type is a string's, because XML has no quotes around strings.
+
+    `root`: the schema of the function's parameters. A `$ref` points into it.
+    """
+    return frozenset().union(*map(_types, _alternatives(schema, root))) or STRING
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Schemas without references and compositions. A value of `schema` fits one of them. They have only the keys of `_KEYS`."""
+    found: list[Mapping[str, Any]] = []
+    waiting, followed = [schema], set[str]()
+    while waiting:
+        each = waiting.pop()
+        here = {key: each[key] for key in _KEYS if key in each} if isinstance(each, Mapping) else {}
+        if (reference := here.pop("$ref", None)) is not None:
+            if reference not in followed:  # a schema may refer to itself
+                followed.add(reference)
+                waiting.append({**_target(reference, root), **here})
+        elif parts := _list(here.pop("allOf", None)):
+            waiting.append({key: part[key] for part in parts if isinstance(part, Mapping) for key in part} | here)
+        elif parts := _list(here.pop("anyOf", None)) + _list(here.pop("oneOf", None)):
+            waiting += [{**here, **part} if isinstance(part, Mapping) else here for part in parts]
+        else:
+            found.append(here)
+    return found
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a `$ref` points to. If there is none, the reference counts as an object or an array."""
+    found: Any = root
+    for key in reference.removeprefix("#/").split("/"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {"type": ["object", "array"]}
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types of a schema without references and compositions."""
+    if choices := _choices(schema):
+        return frozenset(_TYPES[type(each)] for each in choices)
     named = schema.get("type")
-    types = {named} if isinstance(named, str) else {each for each in _list(named) if isinstance(each, str)}
-    for member in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        types |= types_of(member)
-    if "$ref" in schema or "allOf" in schema:
-        types |= {"object", "array"}
-    return frozenset(types) or STRING
+    if named is None and "properties" in schema:
+        return frozenset({"object"})
+    return frozenset([named] if isinstance(named, str) else _list(named)) or STRING
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """The values of `const` or `enum`. Empty: the schema has neither."""
+    return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
 
 
 def _json_call(name: str, schema: Mapping[str, Any]) -> str:
@@ -81,23 +123,25 @@ def _json_call(name: str, schema: Mapping[str, Any]) -> str:
 def _xml_call(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     """The parts of a call's grammar. The parameters are in the schema's order."""
     yield json.dumps(f"\n<function={name}>\n")
-    required, definitions = schema.get("required", ()), {key: schema[key] for key in _DEFINITIONS if key in schema}
+    required = schema.get("required", ())
     for key, value in schema.get("properties", {}).items():
-        begin = json.dumps(f"<parameter={key}>\n")
-        if "string" in types_of(value):
-            parameter = f"{begin} {_text(value)}"
-        else:
-            parameter = f"{begin} {_json({**value, **definitions})} {json.dumps(chr(10) + '</parameter>' + chr(10))}"
+        parameter = f"{json.dumps(f'<parameter={key}>{chr(10)}')} {_value(value, schema)}"
         yield parameter if key in required else f"({parameter})?"
     yield json.dumps("</function>\n")
 
 
-def _text(schema: Any) -> str:
-    """The grammar of a string's characters and the closing tag."""
-    choices = _list(schema.get("enum")) if isinstance(schema, Mapping) else []
-    if choices and all(isinstance(each, str) for each in choices):
-        return "(" + " | ".join(json.dumps(f"{each}\n</parameter>\n") for each in choices) + ")"
-    return "value"
+def _value(schema: Any, root: Mapping[str, Any]) -> str:
+    """The grammar of a value and the closing tag. Strings are plain text, and other values are JSON."""
+    end, forms = "\n</parameter>\n", []
+    for each in _alternatives(schema, root):
+        if choices := _choices(each):
+            forms += [json.dumps(choice + end) for choice in choices if isinstance(choice, str)]
+        elif "string" in _types(each):
+            return "value"
+    if others := types_of(schema, root) - STRING:
+        definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+        forms.append(f"{_json({**schema, **definitions, 'type': sorted(others)})} {json.dumps(end)}")
+    return f"({' | '.join(forms)})"
 
 
 def _json(schema: Mapping[str, Any]) -> str:

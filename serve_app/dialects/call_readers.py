@@ -195,8 +195,9 @@ class XmlCall(CallReader):
         self._arguments.append("{")
 
     def _begin_value(self, function: str, key: str) -> None:
-        properties = self._schemas.get(function, {}).get("properties")
-        self._types = types_of(properties.get(key) if isinstance(properties, Mapping) else None)
+        schema = self._schemas.get(function, {})
+        properties = schema.get("properties")
+        self._types = types_of(properties.get(key) if isinstance(properties, Mapping) else None, schema)
         comma = ", " if self._has_parameters else ""
         self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._types == STRING else ""))
         self._in_value = self._has_parameters = self._is_value_begin = True

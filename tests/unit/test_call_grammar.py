@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.text.call_grammar import of_calls
+from engine.text.call_grammar import of_calls, types_of
 from engine.text.grammar import of_choices, of_lark, of_regex, of_schema
 from serve_app.dialects.call_readers import JsonCall, XmlCall
 from serve_app.dialects.chat_parser import CallArguments, CallBegun, ChatParser
@@ -155,6 +155,53 @@ def test_a_string_has_no_tag_that_ends_it_for_the_reader(kind: str, value: str, 
     text = in_xml("weather", city=value)
     assert accepts(text, kind, "xml") is accepted
     assert not accepted or read(text, SCHEMAS) == {"city": value}
+
+
+COLOR, TREE = {"$ref": "#/$defs/color"}, {"$ref": "#/$defs/tree"}
+DEFINED = {
+    "color": {"type": "string", "enum": ["red", "blue"]},
+    "tree": {"type": "object", "properties": {"child": {"anyOf": [TREE, {"type": "null"}]}}, "additionalProperties": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "refused"),
+    [
+        (COLOR, {"red": "red"}, ['"red"', "green"]),
+        ({**COLOR, "default": "red"}, {"blue": "blue"}, ['"red"']),
+        ({"allOf": [COLOR], "default": "red"}, {"red": "red"}, ['"red"', "green"]),
+        ({"allOf": [COLOR, {"description": "d"}, True]}, {"red": "red"}, ["green"]),
+        ({"anyOf": [COLOR, {"type": "null"}]}, {"red": "red", "null": None}, ['"red"', "green"]),
+        ({"type": "string", "oneOf": [{"const": "a"}, {"const": "b"}]}, {"a": "a", "b": "b"}, ["c"]),
+        ({"type": ["string", "null"], "enum": ["a", None]}, {"a": "a", "null": None}, ["b", '"a"']),
+        ({"type": ["string", "null"], "enum": ["a"]}, {"a": "a"}, ["b", "null"]),
+        ({"enum": ["a", 1, True]}, {"a": "a", "1": 1, "true": True}, ["2", '"a"']),
+        ({"enum": [1, 2]}, {"1": 1}, ["3", '"1"']),
+        ({"const": 3}, {"3": 3}, ["4", '"3"']),
+        ({"type": "string", "const": "k"}, {"k": "k"}, ["other"]),
+        ({"anyOf": [COLOR, {"type": "string"}]}, {"red": "red", "green": "green"}, []),
+        ({"anyOf": [{"type": "integer"}, COLOR]}, {"7": 7, "red": "red"}, ["green", '"red"']),
+        ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, {'{"a": 1}': {"a": 1}}, ["x", '"x"', "{}"]),
+        (
+            {"anyOf": [TREE, {"type": "null"}]},
+            {'{"child": {"child": null}}': {"child": {"child": None}}, "null": None},
+            ["x", "[]"],
+        ),
+        (True, {"x": "x"}, []),
+    ],
+)
+def test_a_value_fits_its_schema(schema: Any, values: dict[str, Any], refused: list[str]) -> None:
+    parameters = {"type": "object", "properties": {"c": schema}, "required": ["c"], "$defs": DEFINED}
+    for value, expected in values.items():
+        assert accepts(in_xml("f", c=value), "text", "xml", f=parameters), value
+        assert read(in_xml("f", c=value), {"f": parameters}) == {"c": expected}
+    for value in refused:
+        assert not accepts(in_xml("f", c=value), "text", "xml", f=parameters), value
+
+
+def test_a_schema_may_refer_to_itself() -> None:
+    root = {"$defs": {"node": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}
+    assert types_of({"$ref": "#/$defs/node"}, root) == {"null"}
 
 
 def test_a_string_may_end_without_a_line_break() -> None:
