@@ -44,7 +44,13 @@ class CompletionAnswers(Answers):
             return ""
         number = index // (self._body.n or 1)
         prompt = self._echoed[number]
-        return prompt if isinstance(prompt, str) else self._prompts.decode(self._generation.prompts[number])
+        if isinstance(prompt, str):
+            return prompt
+        ids = self._generation.prompts[number]
+        text = self._prompts.decode(ids)
+        if text.endswith("\ufffd"):  # maybe a part of a character, which is in the answer's text
+            text = "".join(map(self._prompts.detokenizer(ids[:0], skip_special_tokens=False).push, ids.tolist()))
+        return text
 
     def _echoed_tokens(self, index: int) -> list[Token]:
         """The tokens of an answer's prompt, if the request wants their log-probabilities."""

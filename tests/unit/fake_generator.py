@@ -35,7 +35,7 @@ class FakeGenerator:
     def __init__(
         self,
         folder: Path,
-        *answers: str,
+        *answers: str | bytes,
         error: Exception | None = None,
         fail_after: int = 0,
         held: bool = False,
@@ -67,7 +67,7 @@ class FakeGenerator:
         self.thread.start()
 
     def _compute(self, streams: list[Stream]) -> None:
-        scripts = [answer.encode() for answer in self._answers]
+        scripts = [answer.encode() if isinstance(answer, str) else answer for answer in self._answers]
         step = 0
         wait([stream.future for stream in streams], self._late_s)
         while any(not stream.future.done() for stream in streams):

@@ -82,6 +82,14 @@ def test_a_stream_echoes_first(tmp_path: Path) -> None:
         assert offsets == [0, 1, 2][: 2 + max_tokens]
 
 
+def test_a_character_of_prompt_and_answer_is_echoed_once(tmp_path: Path) -> None:
+    asked = {"prompt": [[65, 0xC3], [0xC3]], "echo": True}
+    whole = post(FakeGenerator(tmp_path, b"\xa9!"), COMPLETIONS, **asked).json()["choices"]
+    assert [each["text"] for each in whole] == ["Aé!", "é!"]
+    ended = post(FakeGenerator(tmp_path, "x"), COMPLETIONS, max_tokens=0, **asked).json()["choices"]
+    assert [each["text"] for each in ended] == ["A\ufffd", "\ufffd"]
+
+
 def test_prompt_logprobs_are_by_token_id(tmp_path: Path) -> None:
     expected = [
         None,
