@@ -27,7 +27,7 @@ class CompletionAnswers(Answers):
 
     def _first_choices(self, index: int) -> list[dict[str, Any]]:
         text, told = self._echo(index), self._logprobs(index, self._echoed_tokens(index))
-        return [{"index": index, "text": text, "logprobs": told, "finish_reason": None}] if text else []
+        return [{"index": index, "text": text, "logprobs": told, "finish_reason": None}] if text or told else []
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         return self._plain_chunk(index, text)

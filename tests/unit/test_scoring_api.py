@@ -90,6 +90,15 @@ def test_a_character_of_prompt_and_answer_is_echoed_once(tmp_path: Path) -> None
     assert [each["text"] for each in ended] == ["A\ufffd", "\ufffd"]
 
 
+def test_a_stream_has_the_logprobs_of_a_prompt_without_text(tmp_path: Path) -> None:
+    """The prompt is a part of a character. The answer has the character."""
+    model = FakeGenerator(tmp_path, b"\xa9")
+    *chunks, _ = events(post(model, COMPLETIONS, prompt=[0xC3], echo=True, logprobs=0, stream=True).text)
+    choices = [json.loads(each)["choices"][0] for each in chunks]
+    assert [each["text"] for each in choices] == ["", "é", ""]
+    assert [each["logprobs"]["token_logprobs"] for each in choices] == [[None], [-0.5], [-0.5]]
+
+
 def test_prompt_logprobs_are_by_token_id(tmp_path: Path) -> None:
     expected = [
         None,
