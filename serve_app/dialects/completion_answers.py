@@ -1,5 +1,6 @@
 """Writes the responses of OpenAI's completions."""
 
+from codecs import IncrementalDecoder, getincrementaldecoder
 from collections import defaultdict
 from typing import Any
 
@@ -18,7 +19,9 @@ class CompletionAnswers(Answers):
         super().__init__(body, model_name, prompts, generation)
         self._echoed = body.prompt if body.echo else None
         self._num_top = body.logprobs or 0
-        self._offsets: dict[int, int] = defaultdict(int)  # by answer: characters of the tokens in earlier log-probabilities
+        # By answer: the number of characters of the tokens in earlier log-probabilities, and the decoder that counts them.
+        self._offsets: dict[int, int] = defaultdict(int)
+        self._decoders: dict[int, IncrementalDecoder] = defaultdict(lambda: getincrementaldecoder("utf-8")("replace"))
 
     def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
         text = self._echo(index) + "".join(delta.text for delta in deltas)
@@ -60,12 +63,12 @@ class CompletionAnswers(Answers):
     def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, Any] | None:
         if not self._has_logprobs or not tokens:
             return None
-        texts, offsets = [self._text_of(token.id) for token in tokens], []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])  # tokens of one character have the offset of the character
+            self._offsets[index] += len(self._decoders[index].decode(self._prompts.token_bytes(token.id)))
         return {
-            "tokens": texts,
+            "tokens": [self._text_of(token.id) for token in tokens],
             "token_logprobs": [None if token.logprob is None else finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,

@@ -40,7 +40,7 @@ def test_an_echo_has_the_prompt_s_logprobs_before_the_answer_s(tmp_path: Path) -
         "tokens": ["a", "\ufffd", "\ufffd", "c"],
         "token_logprobs": [None, *EVERY],
         "top_logprobs": [None, {"\ufffd": -0.5}, {"\ufffd": -0.5}, {"c": -0.5}],
-        "text_offset": [0, 1, 2, 3],
+        "text_offset": [0, 1, 1, 2],
     }
     assert model.streams[0].options.prompt_logprobs == 1
 
