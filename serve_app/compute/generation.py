@@ -57,7 +57,7 @@ class Delta:
     text: str  # may be empty while a later token can complete a character or a stop string
     token: Token | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None  # the stop string that ended the answer
+    stop_reason: str | int | None = None  # the stop string, or the id of the request's stop token, that ended the answer
     end: Token | None = None  # the token that ended the answer and does not belong to it
 
 
@@ -271,8 +271,10 @@ class Generation:
         if self._record is not None:
             self._record.queue_s = max(self._record.queue_s, result.queue_s)
         text = answer.writer.finish()  # may complete a stop string
-        stopped = answer.writer.stopped
+        stopped: str | int | None = answer.writer.stopped
         reason = result.finish_reason if stopped is None else "stop"
+        if stopped is None and result.end is not None and result.end.id not in self._model.generation.eos_ids:
+            stopped = result.end.id
         return Delta(answer.index, text, None, reason, stopped, result.end)
 
     def _begin(self) -> None:

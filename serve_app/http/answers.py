@@ -51,7 +51,7 @@ def _generated(kind: str, **choice: Any) -> dict[str, Any]:
         "index": {"type": "integer"},
         "logprobs": {"type": "object", "nullable": True},
         "finish_reason": {"type": "string", "enum": ["stop", "length"]},
-        "stop_reason": {"type": "string", "nullable": True},
+        "stop_reason": {"anyOf": [{"type": "string"}, {"type": "integer"}], "nullable": True},
     } | choice
     return {
         "type": "object",

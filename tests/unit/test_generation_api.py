@@ -164,6 +164,18 @@ def test_a_stop_string_ends_the_answer(tmp_path: Path, include: bool, expected: 
     assert model.streams[0].future.cancelled()
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stop_token_ends_the_answer(tmp_path: Path, path: str) -> None:
+    """As in vLLM: `stop_reason` is the id of the request's token, and null for the model's own end of text."""
+    for ids, text, reason in (([ord("b")], "a", ord("b")), ([], "abc", None), ([EOS], "abc", None)):
+        model = FakeGenerator(tmp_path, "abc")
+        answer = post(model, path, stop_token_ids=ids)
+        (choice,) = answer.json()["choices"]
+        assert (text_of(answer), choice["finish_reason"], choice["stop_reason"]) == ([text], "stop", reason)
+        *chunks, _ = events(post(model, path, stop_token_ids=ids, stream=True).text)
+        assert json.loads(chunks[-1])["choices"][0]["stop_reason"] == reason
+
+
 def test_the_length_ends_the_answer(tmp_path: Path) -> None:
     answer = post(FakeGenerator(tmp_path, "123456"), COMPLETIONS, max_tokens=3)
     assert (text_of(answer), answer.json()["choices"][0]["finish_reason"]) == (["123"], "length")
