@@ -36,9 +36,9 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 Schema = Mapping[str, Any] | bool
 
 
-def of_schema(schema: Schema) -> str:
-    """The grammar of JSON that is valid by a JSON schema."""
-    return _alone({"json_schema": bounded(schema)})
+def of_schema(schema: Schema, *, compact: bool = False) -> str:
+    """The grammar of JSON that is valid by a JSON schema. `compact`: without whitespace between the parts of JSON."""
+    return _alone({"json_schema": bounded(schema, compact=compact)})
 
 
 def of_any_object() -> str:
@@ -67,11 +67,15 @@ def with_named(grammar: str, name: str, other: str) -> str:
     return json.dumps({"grammars": [*json.loads(grammar)["grammars"], {**used, "name": name}]})
 
 
-def bounded(schema: Schema) -> Schema:
-    """The schema with a limit on whitespace. llguidance reads its options from `x-guidance`. A caller's own options stay."""
+def bounded(schema: Schema, *, compact: bool = False) -> Schema:
+    """The schema with a limit on whitespace, or with none if `compact`.
+
+    llguidance reads its options from `x-guidance`. A caller's own options stay.
+    """
     if schema is False or (schema is not True and "x-guidance" in schema):
         return schema
-    return {**({} if schema is True else schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
+    return {**({} if schema is True else schema), "x-guidance": options}
 
 
 def _alone(grammar: Mapping[str, Any]) -> str:

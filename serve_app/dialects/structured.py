@@ -63,18 +63,23 @@ def _outputs(field: str, value: Any) -> str:
     (name,) = asked
     if name not in _PARTS:
         raise BadRequest(f"`{field}.{name}` is not supported; send one of {', '.join(_PARTS)}", field)
+    for option in ("whitespace_pattern", "disable_additional_properties"):
+        if value.get(option) not in (None, False):
+            raise BadRequest(f"`{field}.{option}` is not supported; leave it out", field)
+    if name == "json" and value.get("disable_any_whitespace"):
+        return _json(f"{field}.json", value["json"], compact=True)
     return _PARTS[name](f"{field}.{name}", value[name])
 
 
-def _json(field: str, value: Any) -> str:
-    """The grammar of a schema. The schema may be JSON in a string."""
+def _json(field: str, value: Any, *, compact: bool = False) -> str:
+    """The grammar of a schema. The schema may be JSON in a string. `compact`: as in `grammar.of_schema`."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
         except orjson.JSONDecodeError as error:
             raise BadRequest(f"`{field}` is not JSON: {error}", _top(field)) from None
     refuse_no_schema(field, value)
-    return grammar.of_schema(value)
+    return grammar.of_schema(value, compact=compact)
 
 
 def _regex(field: str, value: Any) -> str:

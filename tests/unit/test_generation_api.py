@@ -364,12 +364,14 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(tmp_path: Path) -> None
 # Forms
 
 NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+OBJECT = {"type": "object", "properties": {"a": {"type": "array"}}}
 FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"a": [1]}', "[1]"),
     ({"response_format": {"type": "json_object", "schema": NUMBER}}, "42", "9"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": NUMBER}}}, "42", "9"),
     ({"structured_outputs": {"json": NUMBER, "regex": None}}, "42", "9"),
-    ({"structured_outputs": {"json": json.dumps(NUMBER), "disable_any_whitespace": True}}, "42", "9"),
+    ({"structured_outputs": {"json": json.dumps(NUMBER), "disable_any_whitespace": False}}, "42", "9"),
+    ({"structured_outputs": {"json": OBJECT, "disable_any_whitespace": True}}, '{"a":[1,2]}', '{"a": [1,2]}'),
     ({"structured_outputs": {"regex": "^[a-c]+/$"}}, "ab/", "b"),
     ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "no"),
     ({"structured_outputs": {"grammar": 'start: "a" B\nB: /b+/'}}, "abb", "a"),
@@ -451,6 +453,8 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (BOTH, {"structured_outputs": {}}, "structured_outputs", "an object with one of json, regex, choice, grammar"),
     (BOTH, {"structured_outputs": {"choice": ["a"], "regex": "a"}}, "structured_outputs", "an object with one of"),
     (BOTH, {"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "`structured_outputs.structural_tag` is not"),
+    (BOTH, {"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}}, "structured_outputs", "whitespace_pattern` is not"),
+    (BOTH, {"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs", "is not supported"),
     (BOTH, {"structured_outputs": {"choice": []}}, "structured_outputs", "`structured_outputs.choice`: expected a list"),
     (BOTH, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", "look-around"),
     (BOTH, {"structured_outputs": {"regex": "a"}, "guided_json": {}}, "guided_json", "both set the answer's form"),
