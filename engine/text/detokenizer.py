@@ -9,7 +9,6 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import lru_cache
 
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders
@@ -24,14 +23,17 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """The bytes that each token of a vocabulary adds to a text. Safe to use from several threads."""
+    """The bytes that each token of a vocabulary adds to a text. Safe to use from several threads.
+
+    All streams of a tokenizer share its table. Do not add tokens to the tokenizer afterwards.
+    """
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         """Raises: ModelError for a decoder whose text for a token depends on the tokens after it."""
         decoder = tokenizer.decoder
         if isinstance(decoder, decoders.BPEDecoder | decoders.CTC):
             raise ModelError(f"tokenizer.json has the decoder {type(decoder).__name__}; text generation does not support it")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._decode = decoder.decode if decoder else " ".join
         self._alphabet = _byte_alphabet() if self._decode(["Ã", "©"]) == "é" else None
         self._has_byte_tokens = self._decode(["<0xC3>", "<0xA9>"]) == "é"
@@ -48,13 +50,13 @@ class TokenBytes:
 
     def opening(self, token_id: int) -> bytes:
         """Returns the bytes of the first token of a text. Some decoders leave out the space before the first word."""
-        token = self._tokenizer.id_to_token(token_id)
+        token = self.tokenizer.id_to_token(token_id)
         text = self._decode([token]) if token is not None else ""
         # The replacement character stands for a part of a character: such a token has no space before it.
         return self[token_id] if "\ufffd" in text else text.encode()
 
     def _bytes(self, token_id: int) -> bytes:
-        token = self._tokenizer.id_to_token(token_id)
+        token = self.tokenizer.id_to_token(token_id)
         if token is None:
             return b""
         if self._alphabet is not None:
@@ -81,16 +83,6 @@ class _Texts(dict[int, str | None]):
         return text
 
 
-@lru_cache(maxsize=4)
-def token_bytes_of(tokenizer: HFTokenizer) -> TokenBytes:
-    """Returns the tokenizer's table of bytes. All streams of a tokenizer share it. Do not add tokens to the tokenizer afterwards.
-
-    Call it while the model loads, so that a decoder that is not supported stops the start.
-    Raises: as `TokenBytes`.
-    """
-    return TokenBytes(tokenizer)
-
-
 class Detokenizer:
     """The text of one answer, as its tokens arrive.
 
@@ -106,7 +98,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: HFTokenizer,
+        table: TokenBytes,
         prompt_ids: Sequence[int],
         *,
         stop: Sequence[str] = (),
@@ -124,10 +116,10 @@ class Detokenizer:
         if "" in stop:
             raise InvalidInput("`stop` cannot have an empty string; remove it")
         self.stopped: str | None = None
-        self._bytes = token_bytes_of(tokenizer)
+        self._bytes = table
         self._skipped = frozenset[int]()
         if skip_special_tokens:
-            self._skipped = self._bytes.special_ids.difference(map(tokenizer.token_to_id, shown))
+            self._skipped = self._bytes.special_ids.difference(map(table.tokenizer.token_to_id, shown))
         self._searches = [_Search(each) for each in sorted(stop, key=len, reverse=True)]
         self._first_chars = frozenset(each[0] for each in stop)
         self._include_stop = include_stop

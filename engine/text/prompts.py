@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as HFTokenizer
 from engine.errors import InvalidInput
 from engine.options import TokenIds
 from engine.text.chat import ChatFormat, ChatTemplate, tokenizer_settings
-from engine.text.detokenizer import Detokenizer, token_bytes_of
+from engine.text.detokenizer import Detokenizer, TokenBytes
 
 # The most tokens of a prompt. No model takes as many, and the library copies all of them in one call that holds the GIL.
 _MOST_TOKENS = 1_000_000
@@ -31,7 +31,7 @@ class Prompts:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.template, self.settings = tokenizer, template, settings
-        token_bytes_of(tokenizer)  # a decoder that is not supported stops the start
+        self._bytes = TokenBytes(tokenizer)  # a decoder that is not supported stops the start
 
     @classmethod
     def of(cls, folder: Path, tokenizer: HFTokenizer) -> "Prompts":
@@ -71,11 +71,11 @@ class Prompts:
 
     def detokenizer(self, prompt: TokenIds, stop: Sequence[str] = (), **options: Any) -> Detokenizer:
         """The detokenizer of an answer. `options` are the options of `Detokenizer`."""
-        return Detokenizer(self.tokenizer, prompt.tolist(), stop=stop, **options)
+        return Detokenizer(self._bytes, prompt.tolist(), stop=stop, **options)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds inside a text, special or not."""
-        return token_bytes_of(self.tokenizer)[token_id]
+        return self._bytes[token_id]
 
     @property
     def eos_id(self) -> int | None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.errors import InvalidInput, ModelError
-from engine.text.detokenizer import Detokenizer, token_bytes_of
+from engine.text.detokenizer import Detokenizer, TokenBytes
+from engine.text.prompts import Prompts
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. ",
@@ -107,7 +108,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def is_utf8(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    table = token_bytes_of(tokenizer)
+    table = TokenBytes(tokenizer)
     try:
         b"".join(table[each] for each in ids if each not in table.special_ids).decode()
     except UnicodeDecodeError:
@@ -123,7 +124,7 @@ def test_the_text_is_that_of_decoding_all_ids_at_once(tokenizer: Tokenizer, data
     ids, skip = data.draw(ids_of(tokenizer)), data.draw(st.booleans())
     # Consecutive byte tokens that are not UTF-8 have their own test, because the text of `tokenizers` changes with each token.
     if tokenizer not in (LLAMA, GEMMA) or is_utf8(tokenizer, ids):
-        assert stream(Detokenizer(tokenizer, [], skip_special_tokens=skip), ids) == tokenizer.decode(
+        assert stream(Detokenizer(TokenBytes(tokenizer), [], skip_special_tokens=skip), ids) == tokenizer.decode(
             ids, skip_special_tokens=skip
         )
 
@@ -139,7 +140,7 @@ def test_the_answer_continues_the_prompt_wherever_it_ends(tokenizer: Tokenizer, 
         return
     for split in range(len(ids) + 1):
         before = tokenizer.decode(ids[:split], skip_special_tokens=skip)
-        answer = stream(Detokenizer(tokenizer, ids[:split], skip_special_tokens=skip), ids[split:])
+        answer = stream(Detokenizer(TokenBytes(tokenizer), ids[:split], skip_special_tokens=skip), ids[split:])
         if "\ufffd" not in before:
             assert before + answer == whole
         elif "\ufffd" not in whole:  # the prompt ends within a character, and the answer completes it
@@ -155,9 +156,9 @@ def test_the_answer_continues_the_prompt_wherever_it_ends(tokenizer: Tokenizer, 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whole_characters_among_bad_byte_tokens_stay(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    ids, table = [tokenizer.token_to_id("a"), *data.draw(ids_of(tokenizer))], token_bytes_of(tokenizer)
+    ids, table = [tokenizer.token_to_id("a"), *data.draw(ids_of(tokenizer))], TokenBytes(tokenizer)
     whole = b"".join(table[each] for each in ids if each not in table.special_ids)
-    assert stream(Detokenizer(tokenizer, []), ids) == whole.decode("utf-8", "replace")
+    assert stream(Detokenizer(TokenBytes(tokenizer), []), ids) == whole.decode("utf-8", "replace")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_whole_characters_among_bad_byte_tokens_stay(tokenizer: Tokenizer, data:
     ids=["byte-level", "byte fallback"],
 )
 def test_a_character_comes_whole_and_as_soon_as_it_is_complete(tokenizer: Tokenizer, ids: list[int]) -> None:
-    detokenizer, table, given = Detokenizer(tokenizer, []), token_bytes_of(tokenizer), ""
+    detokenizer, table, given = Detokenizer(TokenBytes(tokenizer), []), TokenBytes(tokenizer), ""
     for num, each in enumerate(ids, start=1):
         given += detokenizer.push(each)
         assert given == b"".join(table[each] for each in ids[:num]).decode("utf-8", "ignore")
@@ -176,7 +177,7 @@ def test_a_character_comes_whole_and_as_soon_as_it_is_complete(tokenizer: Tokeni
 def test_a_bad_byte_shows_with_the_next_token_and_half_a_character_at_the_end(tokenizer: Tokenizer) -> None:
     name = (lambda byte: f"<0x{byte:02X}>") if tokenizer is LLAMA else (lambda byte: {0xC3: "Ã", 0xE6: "æ"}[byte])
     half, other, a = (tokenizer.token_to_id(token) for token in (name(0xC3), name(0xE6), "a"))
-    detokenizer = Detokenizer(tokenizer, [a])
+    detokenizer = Detokenizer(TokenBytes(tokenizer), [a])
     assert [detokenizer.push(each) for each in (half, a, half, other)] == ["", "\ufffda", "", "\ufffd"]
     assert detokenizer.finish() == "\ufffd"
     assert detokenizer.finish() == ""
@@ -184,18 +185,18 @@ def test_a_bad_byte_shows_with_the_next_token_and_half_a_character_at_the_end(to
 
 def test_a_special_token_may_be_shown_nevertheless() -> None:
     ids = [BYTE_LEVEL.token_to_id(each) for each in ("<s>", "a", "<|end|>")]
-    assert stream(Detokenizer(BYTE_LEVEL, [], shown=["<|end|>", "<tool_call>"]), ids) == "a<|end|>"
-    assert stream(Detokenizer(BYTE_LEVEL, []), ids) == "a"
+    assert stream(Detokenizer(TokenBytes(BYTE_LEVEL), [], shown=["<|end|>", "<tool_call>"]), ids) == "a<|end|>"
+    assert stream(Detokenizer(TokenBytes(BYTE_LEVEL), []), ids) == "a"
 
 
 def test_the_space_between_prompt_and_answer_is_the_answers() -> None:
     the, fox = (LLAMA.token_to_id(token) for token in ("▁the", "▁qu"))
     begin = LLAMA.token_to_id("<s>")
-    assert Detokenizer(LLAMA, [begin, the]).push(fox) == " qu"
-    assert Detokenizer(LLAMA, [begin]).push(fox) == "qu"
-    assert Detokenizer(LLAMA, []).push(fox) == "qu"
-    assert Detokenizer(LLAMA, [begin], skip_special_tokens=False).push(fox) == " qu"
-    detokenizer = Detokenizer(LLAMA, [])
+    assert Detokenizer(TokenBytes(LLAMA), [begin, the]).push(fox) == " qu"
+    assert Detokenizer(TokenBytes(LLAMA), [begin]).push(fox) == "qu"
+    assert Detokenizer(TokenBytes(LLAMA), []).push(fox) == "qu"
+    assert Detokenizer(TokenBytes(LLAMA), [begin], skip_special_tokens=False).push(fox) == " qu"
+    detokenizer = Detokenizer(TokenBytes(LLAMA), [])
     assert [detokenizer.push(each) for each in (begin, the, begin, fox)] == ["", "the", "", " qu"]
 
 
@@ -225,14 +226,14 @@ def test_the_text_ends_at_the_first_stop_string(tokenizer: Tokenizer, data: st.D
     )
     stop = data.draw(st.lists((part if text else few) | few, max_size=4))
     include_stop = data.draw(st.booleans())
-    detokenizer = Detokenizer(tokenizer, [], stop=stop, include_stop=include_stop)
+    detokenizer = Detokenizer(TokenBytes(tokenizer), [], stop=stop, include_stop=include_stop)
     assert (stream(detokenizer, ids), detokenizer.stopped) == expected(text, stop, include_stop)
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text("ab", max_size=30), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_only_what_a_stop_string_may_need_is_held_back(text: str, stop: list[str]) -> None:
-    detokenizer, given = Detokenizer(BYTE_LEVEL, [], stop=stop), ""
+    detokenizer, given = Detokenizer(TokenBytes(BYTE_LEVEL), [], stop=stop), ""
     token = {char: BYTE_LEVEL.token_to_id(char) for char in "ab"}
     for so_far in accumulate(text):
         given += detokenizer.push(token[so_far[-1]])
@@ -252,34 +253,34 @@ def test_the_text_does_not_depend_on_how_it_is_cut_into_tokens() -> None:
     for stop in (["本a"], ["abcd", "bc"], ["d"], ["日"], ["x"], ["b日本", "本"]):
         results = set()
         for ids in (whole, single):
-            detokenizer = Detokenizer(BYTE_LEVEL, [], stop=stop)
+            detokenizer = Detokenizer(TokenBytes(BYTE_LEVEL), [], stop=stop)
             results.add((stream(detokenizer, ids), detokenizer.stopped))
         assert results == {expected(text, stop, False)}
 
 
 def _letters() -> dict[str, int]:
-    table = token_bytes_of(BYTE_LEVEL)
+    table = TokenBytes(BYTE_LEVEL)
     letters = pre_tokenizers.ByteLevel.alphabet()
     return {letter: table[BYTE_LEVEL.token_to_id(letter)][0] for letter in letters}
 
 
 def test_nothing_comes_after_the_stop_string() -> None:
     ids = BYTE_LEVEL.encode("one. two. three.").ids
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=["."])
+    detokenizer = Detokenizer(TokenBytes(BYTE_LEVEL), [], stop=["."])
     assert "".join(detokenizer.push(each) for each in ids) == "one"
     assert (detokenizer.push(ids[0]), detokenizer.finish(), detokenizer.stopped) == ("", "", ".")
 
 
 def test_half_a_character_at_the_end_may_complete_a_stop_string() -> None:
     a, half = BYTE_LEVEL.token_to_id("a"), BYTE_LEVEL.token_to_id("Ã")
-    detokenizer = Detokenizer(BYTE_LEVEL, [], stop=["a\ufffd"])
+    detokenizer = Detokenizer(TokenBytes(BYTE_LEVEL), [], stop=["a\ufffd"])
     assert [detokenizer.push(a), detokenizer.push(half), detokenizer.finish()] == ["", "", ""]
     assert detokenizer.stopped == "a\ufffd"
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(InvalidInput, match="`stop` cannot have an empty string"):
-        Detokenizer(BYTE_LEVEL, [], stop=["a", ""])
+        Detokenizer(TokenBytes(BYTE_LEVEL), [], stop=["a", ""])
 
 
 # Tokens
@@ -300,17 +301,33 @@ def test_an_empty_stop_string_is_refused() -> None:
     ],
 )
 def test_a_token_has_bytes_and_text(tokenizer: Tokenizer, token: str, added: bytes, text: str) -> None:
-    detokenizer, token_id = Detokenizer(tokenizer, []), tokenizer.token_to_id(token)
+    detokenizer, token_id = Detokenizer(TokenBytes(tokenizer), []), tokenizer.token_to_id(token)
     assert (detokenizer.token_bytes(token_id), detokenizer.token_text(token_id)) == (added, text)
 
 
 def test_all_byte_tokens_are_their_byte() -> None:
     assert sorted(_letters().values()) == list(range(256))
-    table = token_bytes_of(GEMMA)
+    table = TokenBytes(GEMMA)
     assert all(table[GEMMA.token_to_id(f"<0x{byte:02X}>")] == bytes([byte]) for byte in range(256))
+
+
+def test_each_model_makes_its_table_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tokenizer] = []
+    make = TokenBytes.__init__
+
+    def counted(table: TokenBytes, tokenizer: Tokenizer) -> None:
+        made.append(tokenizer)
+        make(table, tokenizer)
+
+    monkeypatch.setattr(TokenBytes, "__init__", counted)
+    served = [Prompts(words(None, ""), None) for _ in range(6)]
+    for prompts in served * 2:
+        prompts.detokenizer(prompts.encode("one"))
+        assert prompts.token_bytes(3) == b" x"
+    assert len(made) == len(served)
 
 
 @pytest.mark.parametrize("decoder", [decoders.BPEDecoder, decoders.CTC])
 def test_a_decoder_that_needs_later_tokens_is_refused(decoder: Callable[[], decoders.Decoder]) -> None:
     with pytest.raises(ModelError, match=f"has the decoder {decoder.__name__}; text generation does not support it"):
-        token_bytes_of(words(decoder(), ""))
+        TokenBytes(words(decoder(), ""))
