@@ -240,16 +240,19 @@ _IN_CODES = "only generation models have words in codes"
 
 def _load_language_head(config: ModelConfig, said: GenerationConfig, first: Model, checkpoint: Checkpoint) -> LanguageHead:
     """`first`: the model that has the word embeddings. On another device, a tied head is a copy of them."""
-    if said.tied:
-        return LanguageHead(first.words.to(checkpoint.device), checkpoint.decodes)
-    return LanguageHead(checkpoint.take_words("lm_head.weight", config.vocab_size, config.hidden_size), checkpoint.decodes)
+    name, words = "lm_head.weight", first.words
+    if said.tied and isinstance(words, Tensor):
+        words = checkpoint.take_tied(name, words)
+    elif not said.tied or checkpoint.has(name):  # words in codes are not compared with a stored head
+        words = checkpoint.take_words(name, config.vocab_size, config.hidden_size)
+    return LanguageHead(words.to(checkpoint.device), checkpoint.decodes)
 
 
 def _load_head(config: ModelConfig, head: HeadConfig | WordHeadConfig, first: Model, checkpoint: Checkpoint) -> Head:
     """`first`: the model that has the word embeddings. On another device, a tied head takes its rows from there."""
     if isinstance(head, HeadConfig):
         return Head.load(config, head, checkpoint)
-    shape = (config.vocab_size, config.hidden_size)
-    table = first.words if head.tied else checkpoint.take_embedding("lm_head.weight", *shape)
-    assert isinstance(table, Tensor), _IN_CODES
+    name, words = "lm_head.weight", first.words
+    assert isinstance(words, Tensor), _IN_CODES
+    table = checkpoint.take_tied(name, words) if head.tied else checkpoint.take_embedding(name, *words.shape)
     return Head.of_words(head, table, checkpoint.device)

@@ -66,13 +66,12 @@ class Splade(VectorHead):
         c, self.vocab_size, self.log_twice = config.hidden_size, config.vocab_size, how.log_twice
         self.dense = Linear.load(checkpoint, names.dense, c, c, how.dense_bias, gelu=True)
         self.norm = LayerNorm.load(checkpoint, names.norm, c, config.norm_eps, how.norm_bias)
-        self.decoder = words if how.tied else checkpoint.take(f"{names.decoder}.weight", self.vocab_size, c)
+        name = f"{names.decoder}.weight"
+        self.decoder = checkpoint.take_tied(name, words) if how.tied else checkpoint.take(name, self.vocab_size, c)
         self.bias: Tensor | None = None
         if how.decoder_bias:
-            inner = f"{names.decoder}.bias"  # transformers 5 also stores the outer bias, which it uses only if both are tied
-            first, second = (names.bias, inner) if how.tied else (inner, names.bias)
-            name = first if checkpoint.has(first) else second
-            self.bias = checkpoint.take(name, self.vocab_size, dtype=torch.float32)
+            inner = f"{names.decoder}.bias"  # transformers 5 uses the outer bias only if there is no inner one
+            self.bias = checkpoint.take(inner if checkpoint.has(inner) else names.bias, self.vocab_size, dtype=torch.float32)
 
     def __call__(self, hidden: Tensor, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
         """[T, C] -> [B, vocab_size]."""

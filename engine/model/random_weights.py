@@ -35,6 +35,9 @@ class RandomWeights:
     def take_words(self, name: str, rows: int, columns: int) -> Tensor:
         return self.take(name, rows, columns)
 
+    def take_tied(self, name: str, words: Tensor) -> Tensor:
+        return words
+
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
 

@@ -35,6 +35,8 @@ from engine.model.weight_files import WeightFile, open_weights
 log = logging.getLogger(__name__)
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Values of a tied head that are compared with the word embeddings at a time.
+_COMPARED_VALUES = 1 << 24
 
 
 class WeightSource(Protocol):
@@ -53,6 +55,8 @@ class WeightSource(Protocol):
     def take_embedding(self, name: str, *shape: int) -> Tensor: ...
 
     def take_words(self, name: str, rows: int, columns: int) -> Tensor | Packed: ...
+
+    def take_tied(self, name: str, words: Tensor) -> Tensor: ...
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor: ...
 
@@ -91,6 +95,9 @@ class ShapeCounter:
 
     def take_words(self, name: str, rows: int, columns: int) -> Tensor:
         return self.take_embedding(name, rows, columns)
+
+    def take_tied(self, name: str, words: Tensor) -> Tensor:
+        return words
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         return self.take(names[0], sum(rows), *columns)
@@ -218,6 +225,21 @@ class Checkpoint:
         if reason is None and isinstance(found, Codes):
             return packed(found.with_rows(lambda part: part.to(self.device)))
         return self._on_device(found.dequantized(self.dtype), self.dtype)
+
+    def take_tied(self, name: str, words: Tensor) -> Tensor:
+        """The matrix of a head that config.json ties to the word embeddings `words`, which may be on another device.
+
+        If the files have a matrix `name` with other values, the result is that matrix, as in transformers.
+        """
+        if not self.has(name):
+            return words
+        head = self._read(name, tuple(words.shape))
+        step = max(1, _COMPARED_VALUES // words.shape[1])  # a second matrix on the device could exceed the device's memory
+        parts = zip(torch.split(head, step), torch.split(words, step), strict=True)
+        if all(torch.equal(self._on_device(part, words.dtype), same.to(self.device)) for part, same in parts):
+            return words
+        log.warning("%s: config.json ties %s to the word embeddings, but their values differ; it is not tied", self.folder, name)
+        return self._on_device(head, self.dtype)
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> Tensor:
         """Several tensors stacked along their first axis into one, such as Q, K and V into one projection."""

@@ -1,5 +1,6 @@
 """Generation against transformers, in fp32: the same tokens for any chunks of a prompt and any other work in its passes."""
 
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_generators import folder_without_pooling, preemptions, prompts
 from typer.testing import CliRunner
 
 from engine import Engine, InvalidInput, ModelError
 from engine.errors import NotFinite
 from engine.heads.language import LanguageHead
+from engine.model import weights
 from engine.options import SamplingOptions, check_sampling
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
@@ -112,13 +115,38 @@ def test_the_same_seed_gives_the_same_tokens_beside_whatever_else_runs(generator
     assert unseeded[0] != unseeded[1]
 
 
-@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["qwen3_tied", "gemma3_tied"])
+@pytest.mark.parametrize("scale", [1.0, 2.0], ids=["equal", "other values"])
+def test_a_stored_head_is_tied_only_if_it_equals_the_words(
+    generator: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    scale: float,
+) -> None:
+    monkeypatch.setattr(weights, "_COMPARED_VALUES", 64 * 100)  # the last of three comparisons finds the difference
+    folder = shutil.copytree(generator(kind), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[250:] *= scale
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    engine = load(folder)
+    assert ("it is not tied" in caplog.text) == (scale != 1)
+    assert_log_probabilities(engine, folder)
+
+
 @pytest.mark.parametrize("kind", ["llama_lm", "qwen3_tied", "gemma3_tied"])
 def test_log_probabilities_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
     folder = generator(kind)
+    assert_log_probabilities(load(folder), folder)
+
+
+@torch.inference_mode()
+def assert_log_probabilities(engine: Engine, folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompt = prompts(LENGTHS)[1]
-    (answer,) = load(folder).generate([prompt], SamplingOptions(max_tokens=20, temperature=0.0, logprobs=3))
+    (answer,) = engine.generate([prompt], SamplingOptions(max_tokens=20, temperature=0.0, logprobs=3))
     whole = prompt + ids(answer.tokens)
     expected = model(torch.tensor([whole])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     for token, row in zip(answer.tokens, expected, strict=True):

@@ -51,14 +51,18 @@ def save_tokenizer(folder: Path, vocab: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "tied but stored with other values"])
 def reranker(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as in the first version of Qwen/Qwen3-Reranker-*: a language model. Only the name shows that it reranks."""
-    made = tiny("qwen3_lm", not request.param, tie_word_embeddings=request.param, max_position_embeddings=1024)
+    tied = request.param == "tied"
+    made = tiny("qwen3_lm", not tied, tie_word_embeddings=tied, max_position_embeddings=1024)
     folder = tmp_path_factory.mktemp("hub") / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots" / "abc"
     shutil.copytree(made, folder)
     shutil.rmtree(folder / "1_Pooling")
     save_tokenizer(folder, 300)
+    if request.param != "untied":
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

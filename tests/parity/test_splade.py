@@ -107,6 +107,27 @@ def test_a_head_that_is_stored_twice_is_the_tied_one(tiny: Callable[..., Path], 
     torch.testing.assert_close(torch.from_numpy(ours.vectors), reference(tiny("bert_lm"), sequences()), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "decoder"),
+    [
+        ("bert_lm", "cls.predictions.decoder"),
+        ("distilbert_lm", "vocab_projector"),
+        ("roberta_lm", "lm_head.decoder"),
+        ("mpnet_lm", "lm_head.decoder"),
+        ("modernbert_lm", "decoder"),
+    ],
+)
+def test_a_stored_decoder_with_other_values_is_not_tied(
+    tiny: Callable[..., Path], tmp_path: Path, kind: str, decoder: str
+) -> None:
+    folder = shutil.copytree(tiny(kind), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"{decoder}.weight": torch.randn(300, 64) * 0.3, f"{decoder}.bias": torch.randn(300)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ours = Engine.load(folder, dtype="float32", device="cpu", pooling="splade").launch(sequences(), [RAW] * len(LENGTHS)).wait()
+    torch.testing.assert_close(torch.from_numpy(ours.vectors), reference(folder, sequences()), rtol=1e-4, atol=2e-5)
+
+
 def test_a_pass_has_so_many_sequences_that_their_vectors_fit(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine.load(tiny("bert_lm"), dtype="float32", device="cpu", pooling="splade")
     assert engine.max_batch_seqs == MOST_SEQS
