@@ -26,6 +26,10 @@ _SHAPE = {
 _T5 = {"vocab_size": 300, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 _FNET = {key: value for key, value in _SHAPE.items() if key != "num_attention_heads"}
 _GPT2 = {"vocab_size": 300, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+}  # fmt: skip
 # (the configuration, the class that is saved, the class that computes, whether padding changes the vectors)
 KINDS: dict[str, tuple[Any, str, str, bool]] = {
     "electra with a head": (
@@ -39,6 +43,12 @@ KINDS: dict[str, tuple[Any, str, str, bool]] = {
     "encoder of t5": (transformers.T5Config(**_T5), "T5EncoderModel", "T5EncoderModel", False),
     "decoder": (transformers.GPT2Config(**_GPT2), "GPT2Model", "GPT2Model", False),
     "fnet": (transformers.FNetConfig(**_FNET), "FNetModel", "FNetModel", True),
+    "longrope": (
+        transformers.Phi3Config(**_SHAPE, rope_parameters=_LONGROPE, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+        "Phi3Model",
+        "Phi3Model",
+        True,
+    ),
     "ours too": (transformers.BertConfig(**_SHAPE), "BertModel", "BertModel", False),
 }
 DEVICES = [
