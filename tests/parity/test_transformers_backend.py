@@ -175,6 +175,7 @@ def test_what_cannot_run_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     for changes, message in (
         ({"model_type": "no_such"}, "transformers .* cannot read it"),
         ({"model_type": "bart"}, "encoder with a decoder"),
+        ({"model_type": "big_bird"}, "attention_type block_sparse is not supported.*set it to original_full"),
         ({"model_type": "vit", "vocab_size": "DELETE"}, "vocab_size is None"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
         ({"num_hidden_groups": 2}, "tensors are missing"),

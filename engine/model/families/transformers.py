@@ -60,6 +60,11 @@ class Transformers(Model):
             and type(hf) not in _library().MODEL_FOR_TEXT_ENCODING_MAPPING
         ):
             raise ModelError(f"{keys.path}: {hf.model_type} is an encoder with a decoder, which gives no vector for a text")
+        if hf.model_type == "big_bird" and hf.attention_type == "block_sparse":
+            raise ModelError(
+                f"{keys.path}: attention_type block_sparse is not supported, because after one short text transformers computes "
+                "full attention for all texts; set it to original_full, or use another model"
+            )
         own = Keys(keys.path, {name: getattr(hf, name, None) for name in (*_REQUIRED, *_OPTIONAL)})
         hidden_size, n_heads = own.number("hidden_size"), own.number("num_attention_heads", 1)
         positions = own.get("max_position_embeddings")
