@@ -28,7 +28,8 @@ _MOST_NEW = 128
 # is never 0xff.
 _END, _MARK = "\0", b"\xff" * 4
 # Some tokenizers remove other control characters, and for some they are white space.
-_PLAIN = bytes(range(32, 127)) + b"\t\n\r"
+_SPACES = " \t\n\r"
+_PLAIN = bytes(range(33, 127)) + _SPACES.encode()
 _BERT_WORDS = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]|\0")
 # The pattern in the tokenizers of Qwen2 and Qwen3, and the same pattern for ASCII: Python's `re` has no \p{L} and \p{N}. A text
 # ends before \0.
@@ -59,8 +60,10 @@ class WordTable:
         # A text with an added token, such as "[SEP]", is not only words. The search begins with the first characters of added
         # tokens, because that is fast.
         # The case is ignored, because the library finds some added tokens in the lower-case text.
-        self._marks = "".join({each[0].lower() for each in added} | {each[0].upper() for each in added})
-        self._added = re.compile("|".join(map(re.escape, added)), re.IGNORECASE)
+        # White space matches other white space, because some tokenizers replace it with spaces first.
+        firsts = "".join(_SPACES if each[0] in _SPACES else each[0] for each in added)
+        self._marks = "".join({*firsts.lower(), *firsts.upper()})
+        self._added = re.compile("|".join(r"\s".join(map(re.escape, re.split(r"\s", each))) for each in added), re.IGNORECASE)
 
     @classmethod
     def of(cls, tokenizer: HFTokenizer) -> "WordTable | None":

@@ -149,6 +149,17 @@ def test_added_tokens_are_found_in_any_case(token: str) -> None:
     assert ids(table, text) is None
 
 
+@pytest.mark.parametrize("text", ["machine\nlearning is", "is machine\tlearning", "MACHINE learning"])
+@pytest.mark.parametrize("token", ["machine learning", "machine\tlearning", " machine learning"])
+def test_white_space_of_an_added_token_may_be_other_white_space(token: str, text: str) -> None:
+    tokenizer = bert()
+    tokenizer.add_tokens([AddedToken(token, normalized=True)])
+    table = WordTable.of(tokenizer)
+    assert table is not None
+    found = ids(table, text, f"a\n{text}")
+    assert found in (None, [tokenizer.encode(each, add_special_tokens=False).ids for each in (text, f"a\n{text}")])
+
+
 def test_an_added_token_with_accents_leaves_all_texts_to_the_tokenizer() -> None:
     tokenizer = bert()
     tokenizer.add_tokens([AddedToken("\u00e9t\u00e9", normalized=True)])
