@@ -6,7 +6,7 @@ request changes the shared `tokenizers.Tokenizer`, so requests with different tr
 
 import json
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, chain
 from pathlib import Path
@@ -197,11 +197,12 @@ class Tokenizer:
         asked = (options.prompt, options.prompt_name, options.input_type) != (None, None, None)
         prompt = self.prompt(options) if asked else ""
         whole = [prompt + text for text in texts]
-        encodings = self._encode_batch(whole, add_special_tokens, offsets=True)
+        encodings = self._encode_batch(list(self._cased(tuple(whole))), add_special_tokens, offsets=True)
         longest = max(map(len, encodings), default=0)
         if longest > _MOST_SHOWN_TOKENS:
             raise InvalidInput(f"a text has {longest} tokens, the limit is {_MOST_SHOWN_TOKENS}; send it in parts")
-        return [_tokens_of(text, encoding) for text, encoding in zip(whole, encodings, strict=True)]
+        positions = [original_position(text, self._config.lower_case, before=0, dropped=0) for text in whole]
+        return [_tokens_of(*each) for each in zip(whole, encodings, positions, strict=True)]
 
     def chunk(self, index: int, text: str, size: int, overlap: int, most: int, whole: EncodeOptions | None) -> ChunkedText:
         """Split a text into chunks of `size` tokens. The last chunk may have fewer. A text without a token is one chunk.
@@ -477,17 +478,22 @@ def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
     tokenizer.post_processor = TemplateProcessing(single=parts, pair=pair, special_tokens=specials)
 
 
-def _tokens_of(text: str, encoding: Encoding) -> list[Token]:
-    """Returns an encoding's tokens. `tokenizers` gives offsets in characters, TEI answers with bytes."""
+def _tokens_of(text: str, encoding: Encoding, position: Callable[[int], int]) -> list[Token]:
+    """Returns an encoding's tokens. `tokenizers` gives offsets in characters, TEI answers with bytes.
+
+    Args:
+        position: gives the position in `text` of a position in the tokenised text, which may be in lower case.
+    """
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     num_bytes = 1 + sum((code_points >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
     byte_at = np.concatenate(([0], np.cumsum(num_bytes)))
     tokens = []
     # Each list is read by a separate call, because the interpreter lets other threads run only between calls.
     columns = [getattr(encoding, name) for name in ("ids", "tokens", "offsets", "special_tokens_mask")]
-    for token_id, name, (start, stop), special in zip(*columns, strict=True):
+    for token_id, name, offsets, special in zip(*columns, strict=True):
         if special:
             tokens.append(Token(token_id, name, True, None, None))
         else:
+            start, stop = map(position, offsets)
             tokens.append(Token(token_id, text[start:stop], False, int(byte_at[start]), int(byte_at[stop])))
     return tokens

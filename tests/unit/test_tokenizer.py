@@ -261,6 +261,16 @@ def test_byte_offsets(ours: Tokenizer) -> None:
         assert text.encode()[token.start : token.stop].decode() == token.text
 
 
+def test_tokens_of_a_model_in_lower_case_are_those_of_an_input(tiny: Callable[..., Path]) -> None:
+    """Offsets are those of the text as it was sent. The lower case of "İ" has two characters."""
+    config = replace(load_model_config(tiny("bert")), lower_case=True)
+    tokenizer = Tokenizer.load(tiny("bert"), config)
+    (tokens,) = tokenizer.tokens(["W1 İ W2"], True, EncodeOptions(prompt="W3 "))
+    assert [token.id for token in tokens] == tokenizer.encode(["W1 İ W2"], EncodeOptions(prompt="W3 "))[0].tolist()
+    assert [token.text for token in tokens] == ["[CLS]", "W3", "W1", "İ", "W2", "[SEP]"]
+    assert [token.start for token in tokens] == [None, 0, 3, 6, 9, None]
+
+
 def test_a_text_of_very_many_tokens_is_not_shown(ours: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.text.tokenizer._MOST_SHOWN_TOKENS", 4)
     assert len(ours.tokens(["many words", "two more"], True, EncodeOptions())) == 2
