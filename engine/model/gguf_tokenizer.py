@@ -14,7 +14,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS % "{1,3}"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + _WORDS % ""
-_PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2", "default")
+_PRE_TOKENIZERS = ("smollm", "llama-bpe", "qwen2", "gpt-2")
 
 
 def build_tokenizer(header: Header) -> Tokenizer:

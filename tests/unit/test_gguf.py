@@ -250,6 +250,7 @@ def test_the_embedded_generator_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
         ({"tokenizer.ggml.model": ["gpt2"]}, "tokenizer.ggml.model ['gpt2'] is not supported"),
         ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
+        ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre 'default' is not supported"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre None is not supported"),
         ({"tokenizer.ggml.tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": ["a"] * 300}, "has a token twice"),
