@@ -81,7 +81,8 @@ class Decoder(Model):
     """
 
     head: ClassVar[HeadConfig] = HeadConfig(out="score", out_bias=False, pooling="last_token")
-    unused: ClassVar[tuple[str, ...]] = ("lm_head.weight",)  # some checkpoints store it although it is tied
+    # Some checkpoints store a tied head. Old ones store RoPE's frequencies, which follow from config.json.
+    unused: ClassVar[tuple[str, ...]] = ("lm_head.weight", "layers.*.self_attn.rotary_emb.inv_freq")
 
     layers: Sequence[DecoderLayer]
     norm: RMSNorm | None  # None for a part of a model without the end

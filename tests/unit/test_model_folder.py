@@ -466,6 +466,15 @@ def test_every_tensor_is_used_or_reported(copy: Callable[..., Path], caplog: pyt
         Engine.load(folder)
 
 
+def test_stored_frequencies_of_rope_are_reported(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    folder = copy("llama")
+    name, tensors = "layers.1.self_attn.rotary_emb.inv_freq", load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(16)}, folder / "model.safetensors")
+    with caplog.at_level("INFO", logger="engine.model.weights"):
+        Engine.load(folder, dtype="float32")
+    assert name in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
