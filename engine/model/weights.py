@@ -34,7 +34,7 @@ from engine.model.weight_files import WeightFile, open_weights
 
 log = logging.getLogger(__name__)
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Values of a tied head that are compared with the word embeddings at a time.
 _COMPARED_VALUES = 1 << 24
 

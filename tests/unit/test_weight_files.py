@@ -82,6 +82,13 @@ def test_integer_buffers_and_tied_tensors_are_accounted_for(as_pytorch: Callable
         Engine.load(folder)
 
 
+def test_tensors_in_float64_are_rounded(tiny: Tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("bert"), tmp_path / "model")
+    path = folder / "model.safetensors"
+    save_file({name: tensor.double() for name, tensor in load_file(path).items()}, path)
+    np.testing.assert_array_equal(vectors(folder), vectors(tiny("bert")))
+
+
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
 def test_norms_may_have_their_tensorflow_names(tiny: Tiny, tmp_path: Path, suffix: str) -> None:
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
