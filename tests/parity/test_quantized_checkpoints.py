@@ -115,6 +115,18 @@ def test_ignored_layers_are_plain_and_groups_have_their_own_form(tiny: Tiny, tmp
     assert is_close(folder, plain)
 
 
+def test_one_scale_for_the_matrix_may_have_transformers_name(tiny: Tiny, tmp_path: Path) -> None:
+    folder, plain = folders(tiny, "fp8 tensor", tmp_path)
+
+    def rename(tensors: Tensors) -> None:
+        for old, new in (("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")):
+            for name in [name for name in tensors if name.endswith(f".{old}")]:
+                tensors[name.removesuffix(old) + new] = tensors.pop(name)
+
+    change_tensors(folder, rename)
+    assert is_close(folder, plain)
+
+
 def test_layers_in_8_bits_are_made_from_the_values(tiny: Tiny, tmp_path: Path) -> None:
     folder, plain = folders(tiny, "gptq v1", tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -22,7 +22,7 @@ _PACKED = ("qweight", "weight_packed")
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OTHERS = (
     "weight", "qzeros", "scales", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
-    "weight_scale_2", "input_scale", "input_zero_point", "input_global_scale",
+    "weight_scale_2", "input_scale", "activation_scale", "input_zero_point", "input_global_scale",
 )  # fmt: skip
 _CACHE_SCALES = (
     ".self_attn.k_scale",
