@@ -127,6 +127,13 @@ def test_one_scale_for_the_matrix_may_have_transformers_name(tiny: Tiny, tmp_pat
     assert is_close(folder, plain)
 
 
+def test_fp8_may_have_scales_of_the_cache(tiny: Tiny, tmp_path: Path) -> None:
+    folder, plain = folders(tiny, "fp8 tensor", tmp_path)
+    names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"]
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.tensor(0.5) for name in names}))
+    assert is_close(folder, plain)
+
+
 def test_layers_in_8_bits_are_made_from_the_values(tiny: Tiny, tmp_path: Path) -> None:
     folder, plain = folders(tiny, "gptq v1", tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
