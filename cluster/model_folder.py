@@ -29,6 +29,7 @@ def read_model(spec: ModelSpec, weights: bool = False) -> tuple[Path, ModelConfi
         spec.pooling,
         default_prompt_name=spec.default_prompt_name,
         default_prompt=spec.default_prompt,
+        max_input_tokens=spec.max_input_tokens,
         backend=spec.backend,
         trust_remote_code=spec.trust_remote_code,
     )

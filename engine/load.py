@@ -62,11 +62,10 @@ def read_config(
         pooling,
         default_prompt_name=default_prompt_name,
         default_prompt=default_prompt,
+        max_input_tokens=max_input_tokens,
         backend=backend,
         trust_remote_code=trust_remote_code,
     )
-    if max_input_tokens is not None:
-        config = replace(config, max_input_length=min(config.max_input_length, max_input_tokens))
     return folder, config
 
 

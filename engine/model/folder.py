@@ -41,6 +41,7 @@ def load_model_config(
     *,
     default_prompt_name: str | None = None,
     default_prompt: str | None = None,
+    max_input_tokens: int | None = None,
     backend: Backend = "emberforge",
     trust_remote_code: bool = False,
 ) -> ModelConfig:
@@ -52,6 +53,7 @@ def load_model_config(
             last_token, and only embeds with another pooling.
         default_prompt_name: the prompt of texts whose request names none. It overrides the folder's own choice.
         default_prompt: the same as a text.
+        max_input_tokens: a limit of an input below the model's own, or for a model without a limit.
         backend: the implementation of the network.
         trust_remote_code: whether transformers may run the folder's own code.
     Raises: ModelError naming the file, the key and a way out.
@@ -87,12 +89,12 @@ def load_model_config(
             f"{keys.path}: architecture {keys.architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
             "others may run, slower, with --backend transformers"
         )
-    limit, lower_case = _read_transformer_module(folder, config.max_position_embeddings or None)
+    limit, lower_case = _read_transformer_module(folder, config.max_position_embeddings or max_input_tokens)
     lexical, colbert_size = _read_token_layers(folder, config)
     return replace(
         config,
         max_position_embeddings=config.max_position_embeddings or limit,
-        max_input_length=limit,
+        max_input_length=min(limit, max_input_tokens or limit),
         lower_case=lower_case,
         lexical=lexical,
         colbert_size=colbert_size,

@@ -13,6 +13,8 @@ import torch
 import transformers
 from tiny_tokenizer import save_tokenizer
 
+from cluster.model_folder import read_model
+from cluster.model_spec import ModelSpec
 from engine import Engine, ModelError
 from engine.model.families.transformers import like_lengths
 from engine.model.folder import load_model_config
@@ -203,6 +205,9 @@ def test_a_limit_must_be_somewhere(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ModelError, match=r"sentence_bert_config\.json: max_seq_length is None"):
         load(folder)
+    assert load(folder, max_input_tokens=64).config.max_input_length == 64
+    spec = ModelSpec(name="t5", model=str(folder), backend="transformers", max_input_tokens=64)
+    assert read_model(spec)[1].max_input_length == 64
 
 
 OWN_CODE = """
