@@ -79,7 +79,7 @@ def _alternatives(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any
     while waiting:
         each = waiting.pop()
         here = {key: each[key] for key in _KEYS if key in each} if isinstance(each, Mapping) else {}
-        if (reference := here.pop("$ref", None)) is not None:
+        if isinstance(reference := here.pop("$ref", None), str):
             if reference not in followed:  # a schema may refer to itself
                 followed.add(reference)
                 waiting.append({**_target(reference, root), **here})
@@ -107,7 +107,7 @@ def _types(schema: Mapping[str, Any]) -> frozenset[str]:
     named = schema.get("type")
     if named is None and "properties" in schema:
         return frozenset({"object"})
-    return frozenset([named] if isinstance(named, str) else _list(named)) or STRING
+    return frozenset(each for each in (_list(named) or [named]) if isinstance(each, str)) or STRING
 
 
 def _choices(schema: Mapping[str, Any]) -> list[Any]:

@@ -204,6 +204,14 @@ def test_a_schema_may_refer_to_itself() -> None:
     assert types_of({"$ref": "#/$defs/node"}, root) == {"null"}
 
 
+@pytest.mark.parametrize(
+    "schema", [{"$ref": 5}, {"$ref": {}}, {"type": [[], {}]}, {"type": {}}, {"anyOf": {}}, {"allOf": [[]]}, []]
+)
+def test_a_schema_with_values_of_the_wrong_type_is_a_strings(schema: Any) -> None:
+    """A request with `tool_choice` "auto" has no grammar, so nothing has checked its schemas."""
+    assert read(in_xml("f", c="x"), {"f": {"properties": {"c": schema}}}) == {"c": "x"}
+
+
 def test_a_string_may_end_without_a_line_break() -> None:
     text = in_xml("weather", city="x").replace("x\n", "x")
     assert accepts(text, "text", "xml")
