@@ -184,13 +184,15 @@ def read_rope(
         scalings: the kinds of scaling that the family computes. No scaling is always allowed.
     Raises: ModelError for any other kind of RoPE.
     """
-    rope = keys.get("rope_parameters") or {}
+    rope, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
+    if rope and scaling and scaling not in (rope, rope.get(layer_type)):  # transformers 5 takes rope_scaling, other code does not
+        raise ModelError(f"{keys.path}: rope_scaling {scaling} differs from rope_parameters {rope}; remove the wrong one")
     if layer_type is not None:
         if set(rope) - set(get_args(LayerType)):
             raise ModelError(f"{keys.path}: rope_parameters {rope} is not supported (one set for each type of layer)")
         rope = rope.get(layer_type) or {}
     if layer_type != "sliding_attention":  # flat keys scale only the other layers
-        rope = rope or keys.get("rope_scaling") or {}
+        rope = rope or scaling
     kind = rope.get("rope_type", rope.get("type", "default"))
     partial = rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mixed_b") is not None
     if kind not in ("default", *scalings) or partial:

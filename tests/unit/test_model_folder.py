@@ -104,6 +104,10 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}}, "'llama3'"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
+        ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differs from rope_parameters {"),
+        ("gte_ntk", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differs from rope_parameters {"),
+        ("modernbert", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differs from rope_parameters {"),
+        ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differs from rope_parameters {"),
         ("nomic_bert", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ("nomic_bert", {"head_dim": 32}, "head_dim = 32 is not supported"),
         ("nomic_bert", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "'dynamic'"),
@@ -219,6 +223,9 @@ def test_positions_that_are_not_for_texts_do_not_count(copy: Callable[..., Path]
 
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
     flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
+    assert load_model_config(flat).rope_theta == 1_000_000.0
+    rope = {"rope_type": "default", "rope_theta": 1_000_000}
+    edit(flat / "config.json", {"rope_theta": 10_000, "rope_parameters": rope, "rope_scaling": rope})
     assert load_model_config(flat).rope_theta == 1_000_000.0
 
 
