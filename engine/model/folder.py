@@ -71,13 +71,15 @@ def load_model_config(
             default_prompt = named_prompt(prompts, default_prompt_name)
         except InvalidInput as error:
             raise ModelError(f"{folder}: {error}") from None
+    if default_prompt is None:
+        default_prompt = own_default
     if backend == "transformers":
         config = _read_embedder(folder, keys, Transformers.read_config(keys, trust_remote_code), pooling)
     elif keys.architecture in MODELS:
         config = MODELS[keys.architecture].read_config(keys)
         head = _read_head(folder, keys, pooling)
         if head is not None:
-            config = _with_head(folder, keys, config, head)
+            config = _with_head(folder, keys, config, head, default_prompt)
         elif _generates(folder, keys, pooling) and _read_head(folder, keys, None) is None:  # a reranker does not generate
             path = folder / "generation_config.json"
             generation = read_generation(keys, Keys(path, _read_json(path) or {}))
@@ -99,7 +101,7 @@ def load_model_config(
         lexical=lexical,
         colbert_size=colbert_size,
         prompts=prompts,
-        default_prompt=own_default if default_prompt is None else default_prompt,
+        default_prompt=default_prompt,
         stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
         quantization=_read_quantization(folder, keys),
     )
@@ -135,8 +137,10 @@ def _generates(folder: Path, keys: Keys, pooling: Pooling | None) -> bool:
     return silent and shares_passes and keys.architecture.endswith("ForCausalLM") and is_causal(keys)
 
 
-def _with_head(folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig | WordHeadConfig) -> ModelConfig:
-    """`config` of a classifier or a reranker."""
+def _with_head(
+    folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig | WordHeadConfig, default_prompt: str | None
+) -> ModelConfig:
+    """`config` of a classifier or a reranker. A default prompt is the instruction of a reranker with a chat template."""
     answers = isinstance(head, WordHeadConfig)
     return replace(
         config,
@@ -145,7 +149,7 @@ def _with_head(folder: Path, keys: Keys, config: ModelConfig, head: HeadConfig |
         labels=("LABEL_0",) if answers else read_labels(keys),
         multi_label=keys.get("problem_type") == "multi_label_classification",
         padding_id=keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
-        instruction=DEFAULT_INSTRUCTION if _uses_chat_template(folder, answers) else None,
+        instruction=(default_prompt or DEFAULT_INSTRUCTION) if _uses_chat_template(folder, answers, default_prompt) else None,
     )
 
 
@@ -230,13 +234,18 @@ def _word_head(keys: Keys, yes: int, no: int | None) -> WordHeadConfig:
     return WordHeadConfig(tied=bool(keys.get("tie_word_embeddings")), yes=yes, no=no)
 
 
-def _asks_as_qwen3(folder: Path) -> bool:
-    """Whether the folder's chat template is that of `InstructTemplate`. sentence-transformers puts pairs into this template."""
+def _check_asks_as_qwen3(folder: Path, default_prompt: str | None) -> None:
+    """Raises: ModelError if the folder's chat template is not that of `InstructTemplate`, or has another instruction."""
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else None
     template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
     parts = (JUDGE.split('"', 1)[0], "<Instruct>: ", "<Query>: ", "<Document>: ", "<think>", "</think>")
-    return all(part in template for part in parts)
+    if not all(part in template for part in parts):
+        raise ModelError(f"{folder}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
+    if not default_prompt and DEFAULT_INSTRUCTION not in template:
+        raise ModelError(
+            f"{folder}: the default instruction of the chat template is not Qwen3-Reranker's; give it with --default-prompt"
+        )
 
 
 def _token_id(folder: Path, word: str) -> int:
@@ -249,17 +258,17 @@ def _token_id(folder: Path, word: str) -> int:
     return int(token)
 
 
-def _uses_chat_template(folder: Path, answers: bool) -> bool:
+def _uses_chat_template(folder: Path, answers: bool, default_prompt: str | None) -> bool:
     """Whether pairs go through a chat template, by the rules of sentence-transformers.
 
-    Raises: ModelError for a template that we do not have.
+    Raises: ModelError for a template that we do not have, and for its own default instruction without a default prompt.
     """
     if not (folder / "modules.json").exists():
         return answers
     modalities = (_read_json(folder / "sentence_bert_config.json") or {}).get("modality_config")
     uses = answers if modalities is None else "message" in modalities
-    if uses and not _asks_as_qwen3(folder):
-        raise ModelError(f"{folder}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
+    if uses:
+        _check_asks_as_qwen3(folder, default_prompt)
     return uses
 
 

@@ -157,7 +157,7 @@ class Tokenizer:
         """Encode pairs of texts for a classifier or a reranker, in order. One text of a pair may be empty.
 
         Args:
-            options: options without a prompt. Pairs get no default prompt either.
+            options: options without a prompt. The default prompt is put before the first text, as in sentence-transformers.
             instruction: replaces the model's instruction, if the model's template has one.
         Returns: one int32 array per pair, at most `max_input_length` ids. If the model has segment types, SECOND_SEGMENT is set
             in the ids of the second text.
@@ -173,7 +173,8 @@ class Tokenizer:
             return self._instruct(self._pairs, checked, options, self._instruction(instruction))
         if instruction is not None:
             raise InvalidInput("`instruction` cannot be set: the model has none in its template")
-        return self._join(self._pairs, checked, options)
+        prompt = self._prompt_text(options)
+        return self._join(self._pairs, [(prompt + first, second) for first, second in checked], options)
 
     def prompt(self, options: EncodeOptions) -> str:
         """Returns the text before a request's texts: the request's prompt, otherwise the default prompt, otherwise "".

@@ -176,6 +176,25 @@ def test_a_logit_score_module_makes_a_reranker(saved: Path) -> None:
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=3e-5)
 
 
+def test_a_default_prompt_is_the_instruction(saved: Path) -> None:
+    """A system message replaces the template's own instruction."""
+    web = "Given a web search query, retrieve relevant passages that answer the query"
+    system = "messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | default('Find the trial')"
+    path = saved / "chat_template.jinja"
+    path.write_text(path.read_text().replace(web, f"' + ({system}) + '"))
+    with pytest.raises(ModelError, match="default instruction of the chat template is not Qwen3-Reranker's; give it with --def"):
+        load_model_config(saved)
+    path = saved / "config_sentence_transformers.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"prompts": {"tone": "Judge by tone"}, "default_prompt_name": "tone"})
+    )
+    theirs = CrossEncoder(str(saved), device="cpu", model_kwargs={"attn_implementation": "eager"})
+    engine = Engine.load(saved, dtype="float32", device="cpu")
+    ours = engine.launch(engine.tokenizer.encode_pairs(PAIRS, EncodeOptions()), [RAW] * len(PAIRS)).wait().vectors[:, 0]
+    np.testing.assert_allclose(ours, theirs.predict(PAIRS, activation_fn=torch.nn.Identity()), rtol=1e-4, atol=3e-5)
+    assert load_model_config(saved, default_prompt="Find").instruction == "Find"
+
+
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [

@@ -142,11 +142,14 @@ def test_a_prompt_with_a_pair_is_refused(bert: Tokenizer, option: str) -> None:
         bert.encode_pairs([("w1", "w2")], EncodeOptions(**{option: "query"}))
 
 
-def test_a_default_prompt_is_not_for_pairs(bert: Tokenizer) -> None:
+def test_a_default_prompt_is_put_before_the_first_text(bert: Tokenizer) -> None:
+    """The behaviour of sentence-transformers' CrossEncoder."""
     prompted = Tokenizer(vocabulary(PROCESSORS["bert"]), replace(CONFIG, default_prompt="w9 "))
-    assert len(prompted.encode(["w1"], EncodeOptions())[0]) == 4
-    ours, plain = (each.encode_pairs([("w1", "w2")], EncodeOptions())[0] for each in (prompted, bert))
-    assert ours.tolist() == plain.tolist()
+    expected = bert.encode_pairs([("w9 w1", "w2"), ("w9", "w2")], EncodeOptions())
+    ours = prompted.encode_pairs([("w1", "w2"), ("", "w2")], EncodeOptions())
+    assert [each.tolist() for each in ours] == [each.tolist() for each in expected]
+    with pytest.raises(EmptyInput):
+        prompted.encode_pairs([("", "")], EncodeOptions())
 
 
 def test_an_instruction_is_for_models_whose_template_has_one(bert: Tokenizer) -> None:
