@@ -153,15 +153,26 @@ def _with_head(
     )
 
 
+# sentence-transformers reads the first of these files that is not empty.
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+
+def _transformer_module(folder: Path) -> Keys:
+    """The settings of sentence-transformers' Transformer module."""
+    found = ((folder / name, _read_json(folder / name)) for name in _TRANSFORMER_FILES)
+    return next((Keys(path, module) for path, module in found if module), Keys(folder / _TRANSFORMER_FILES[0], {}))
+
+
 def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, bool]:
-    """(max_input_length, lower_case) from sentence_bert_config.json. A position table limits the length."""
-    path = folder / "sentence_bert_config.json"
-    module = _read_json(path) or {}
+    """(max_input_length, lower_case) from the Transformer module. A position table limits the length."""
+    module = _transformer_module(folder)
     limit = module.get("max_seq_length")
     if limit is None:
         limit = _tokenizer_limit(folder, positions)
     if not isinstance(limit, int) or limit <= 0:
-        raise ModelError(f"{path}: max_seq_length is {limit!r}, expected a positive whole number")
+        raise ModelError(f"{module.path}: max_seq_length is {limit!r}, expected a positive whole number")
     return min(limit, positions or limit), bool(module.get("do_lower_case"))
 
 
@@ -265,7 +276,7 @@ def _uses_chat_template(folder: Path, answers: bool, default_prompt: str | None)
     """
     if not (folder / "modules.json").exists():
         return answers
-    modalities = (_read_json(folder / "sentence_bert_config.json") or {}).get("modality_config")
+    modalities = _transformer_module(folder).get("modality_config")
     uses = answers if modalities is None else "message" in modalities
     if uses:
         _check_asks_as_qwen3(folder, default_prompt)

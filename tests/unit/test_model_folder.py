@@ -221,6 +221,14 @@ def test_positions_that_are_not_for_texts_do_not_count(copy: Callable[..., Path]
     assert load_model_config(folder).max_input_length == 129
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_each_file_name_of_the_transformer_module_is_read(copy: Callable[..., Path], kind: str) -> None:
+    folder = copy("roberta")
+    (folder / f"sentence_{kind}_config.json").write_text('{"max_seq_length": 16, "do_lower_case": true}')
+    config = load_model_config(folder)
+    assert (config.max_input_length, config.lower_case) == (16, True)
+
+
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
     flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
     assert load_model_config(flat).rope_theta == 1_000_000.0
