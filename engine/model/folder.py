@@ -91,6 +91,7 @@ def load_model_config(
             f"{keys.path}: architecture {keys.architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
             "others may run, slower, with --backend transformers"
         )
+    _check_transformer_module(folder, config)
     limit, lower_case = _read_transformer_module(folder, config.max_position_embeddings or max_input_tokens)
     lexical, colbert_size = _read_token_layers(folder, config)
     return replace(
@@ -174,6 +175,38 @@ def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, 
     if not isinstance(limit, int) or limit <= 0:
         raise ModelError(f"{module.path}: max_seq_length is {limit!r}, expected a positive whole number")
     return min(limit, positions or limit), bool(module.get("do_lower_case"))
+
+
+# Values of settings that change no vector here: batches have no padding, and long texts are always truncated.
+_NEUTRAL = {"trust_remote_code": (True, False), "padding": (True,), "padding_side": ("left", "right"), "truncation": (True,)}
+
+
+def _check_transformer_module(folder: Path, config: ModelConfig) -> None:
+    """Stop if the Transformer module has a setting that changes vectors and that we do not have."""
+    module = _transformer_module(folder)
+    for key in ("query_length", "document_length", "query_expansion"):
+        module.refuse(key, (None,), "queries and documents have one limit")
+    # Older names come second.
+    for key in ("config_kwargs", "config_args", "processor_kwargs", "tokenizer_args"):
+        _check_neutral(module, key, _NEUTRAL)
+    processing = Keys(module.path, module.mapping("processing_kwargs"))
+    for key in ("common", "text"):
+        _check_neutral(processing, key, _NEUTRAL)
+    _check_neutral(processing, "chat_template", {"add_generation_prompt": (True,)})
+    modalities = Keys(module.path, module.mapping("modality_config"))
+    if config.embeds and modalities.get("message") is not None:
+        raise ModelError(f"{module.path}: message in modality_config is not supported (no chat template around texts to embed)")
+    outputs = ("logits",) if config.head else ("last_hidden_state", "logits") if config.splade else ("last_hidden_state",)
+    Keys(module.path, modalities.mapping("text")).refuse("method_output_name", (*outputs, None), f"only {' or '.join(outputs)}")
+
+
+def _check_neutral(keys: Keys, key: str, neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Stop if the settings under `key` are more than these values."""
+    for name, value in keys.mapping(key).items():
+        if value is not None and value not in neutral.get(name, ()):
+            raise ModelError(
+                f"{keys.path}: {name} = {value!r} in {key} is not supported; remove it if the model does not need it"
+            )
 
 
 def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:

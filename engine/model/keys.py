@@ -38,6 +38,13 @@ class Keys:
             raise ModelError(f"{self.path}: {key} is {value!r}, expected a positive number")
         return value
 
+    def mapping(self, key: str) -> dict[str, Any]:
+        """The object under `key`, or an empty one if the key is absent or null. Raises: ModelError for any other value."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"{self.path}: {key} is {value!r}, expected an object")
+        return value or {}
+
     def refuse(self, key: str, allowed: tuple[Any, ...], why: str | None = None, absent: Any = _ANYTHING) -> None:
         """Stop unless `key` holds one of `allowed`.
 

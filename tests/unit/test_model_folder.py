@@ -229,6 +229,52 @@ def test_each_file_name_of_the_transformer_module_is_read(copy: Callable[..., Pa
     assert (config.max_input_length, config.lower_case) == (16, True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"processing_kwargs": {"text": {"max_length": 8, "truncation": True}}}, "max_length = 8 in text is not supported"),
+        ({"processing_kwargs": {"common": {"add_special_tokens": False}}}, "add_special_tokens = False in common"),
+        ({"processing_kwargs": {"chat_template": {"enable_thinking": False}}}, "enable_thinking = False in chat_template"),
+        ({"document_length": 8}, "document_length = 8 is not supported (queries and documents have one limit)"),
+        ({"query_length": 8}, "query_length = 8"),
+        ({"query_expansion": {"strategy": "fixed", "length": 32}}, "query_expansion = {"),
+        ({"modality_config": {"text": {"method_output_name": ["hidden_states", 1]}}}, "only last_hidden_state"),
+        ({"modality_config": {"text": {}, "message": {"format": "flat"}}}, "message in modality_config is not supported"),
+        ({"modality_config": []}, "modality_config is [], expected an object"),
+        ({"config_kwargs": {"num_hidden_layers": 2}}, "num_hidden_layers = 2 in config_kwargs"),
+        ({"config_args": {"num_hidden_layers": 2}}, "num_hidden_layers = 2 in config_args"),
+        ({"processor_kwargs": {"truncation_side": "left"}}, "truncation_side = 'left' in processor_kwargs"),
+        ({"tokenizer_args": {"model_max_length": 16}}, "model_max_length = 16 in tokenizer_args"),
+    ],
+)
+def test_a_setting_of_the_transformer_module_that_changes_vectors_is_refused(
+    copy: Callable[..., Path], changes: dict[str, Any], message: str
+) -> None:
+    folder = copy("bert")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64} | changes))
+    with pytest.raises(ModelError, match=r"sentence_bert_config\.json") as caught:
+        load_model_config(folder)
+    assert message in str(caught.value)
+
+
+def test_settings_of_the_transformer_module_that_change_nothing_are_fine(copy: Callable[..., Path]) -> None:
+    neutral = {
+        "max_seq_length": 64,
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        "module_output_name": "token_embeddings",
+        "processing_kwargs": {"text": {"padding": True, "truncation": True}, "chat_template": {"add_generation_prompt": True}},
+        "unpad_inputs": False,
+        "query_length": None,
+        "model_args": {"trust_remote_code": True},
+        "tokenizer_args": {"trust_remote_code": True, "padding_side": "left"},
+        "config_args": {},
+    }
+    folder = copy("bert")
+    (folder / "sentence_bert_config.json").write_text(json.dumps(neutral))
+    assert load_model_config(folder).max_input_length == 64
+
+
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
     flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
     assert load_model_config(flat).rope_theta == 1_000_000.0
