@@ -23,7 +23,7 @@ from engine.model.base import Model
 from engine.model.config import Backend, KvCacheDtype, ModelConfig, OutputName, Pooling, with_kv_cache_dtype
 from engine.model.footprint import MOST_STREAMS
 from engine.model.slower_in_8_bits import slower_in_8_bits
-from engine.options import EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
+from engine.options import Direction, EmbedOptions, EncodeOptions, Input, SamplingOptions, TokenIds, check_dimensions
 from engine.passes import Passes
 from engine.run import reserve
 from engine.run.batch import PackedBatch
@@ -340,7 +340,7 @@ class Engine:
         normalize: bool = True,
         dimensions: int | None = None,
         truncate: bool = True,
-        truncation_direction: Literal["left", "right"] = "right",
+        truncation_direction: Direction | None = None,
     ) -> NDArray[np.float32]:
         """Embeds texts, or token ids without changes, in as many forward passes as the budget needs.
 

@@ -15,6 +15,7 @@ TokenIds = NDArray[np.int32]
 TextOrIds = str | list[int]
 # One input of the library: the types of a request's body, or a 1-D array of whole numbers.
 Input = TextOrIds | NDArray[np.integer[Any]]
+Direction = Literal["left", "right"]
 InputType = Literal["query", "document", "classification", "clustering"]
 Priority = Literal["interactive", "batch"]
 
@@ -23,13 +24,14 @@ Priority = Literal["interactive", "batch"]
 class EncodeOptions:
     """The tokenisation of a request's inputs. `truncate=False` refuses inputs that are too long.
 
+    `truncation_direction` is the side that loses tokens; None is the side that the model's tokenizer names.
     The prompt before each text is `prompt`, or the model's prompt called `prompt_name`, or the model's prompt for `input_type`
     (no prompt if the model has none for it), or the default prompt. `max_tokens` is a limit below the model's own, including
     special tokens.
     """
 
     truncate: bool = True
-    truncation_direction: Literal["left", "right"] = "right"
+    truncation_direction: Direction | None = None
     prompt_name: str | None = None
     prompt: str | None = None
     input_type: InputType | None = None

@@ -1,6 +1,5 @@
 """Reads a Hugging Face model folder into a `ModelConfig`: config.json by its family, and the files of sentence-transformers."""
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from engine.model.families.transformers import TransformersConfig
 from engine.model.generation import read_generation
 from engine.model.gguf import read_header
 from engine.model.gguf_codes import described
-from engine.model.keys import Keys, is_causal, read_labels
+from engine.model.keys import Keys, is_causal, read_json, read_labels
 from engine.model.quantized.quantization_config import read_scheme
 from engine.model.quantized.scheme import Quantization
 from engine.model.weight_files import read_linear
@@ -58,7 +57,7 @@ def load_model_config(
         trust_remote_code: whether transformers may run the folder's own code.
     Raises: ModelError naming the file, the key and a way out.
     """
-    hf = _read_json(folder / "config.json")
+    hf = read_json(folder / "config.json")
     if hf is None:
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     keys = Keys(folder / "config.json", hf)
@@ -82,7 +81,7 @@ def load_model_config(
             config = _with_head(folder, keys, config, head, default_prompt)
         elif _generates(folder, keys, pooling) and _read_head(folder, keys, None) is None:  # a reranker does not generate
             path = folder / "generation_config.json"
-            generation = read_generation(keys, Keys(path, _read_json(path) or {}))
+            generation = read_generation(keys, Keys(path, read_json(path) or {}))
             config = replace(config, pooling="last_token", generation=replace(generation, embeds=pooling is not None))
         else:
             config = _read_embedder(folder, keys, config, pooling)
@@ -162,7 +161,7 @@ _TRANSFORMER_FILES = tuple(
 
 def _transformer_module(folder: Path) -> Keys:
     """The settings of sentence-transformers' Transformer module."""
-    found = ((folder / name, _read_json(folder / name)) for name in _TRANSFORMER_FILES)
+    found = ((folder / name, read_json(folder / name)) for name in _TRANSFORMER_FILES)
     return next((Keys(path, module) for path, module in found if module), Keys(folder / _TRANSFORMER_FILES[0], {}))
 
 
@@ -211,14 +210,14 @@ def _check_neutral(keys: Keys, key: str, neutral: dict[str, tuple[Any, ...]]) ->
 
 def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:
     """`model_max_length`. transformers writes 1e30 for "not known"; the result is then `positions`."""
-    limit = (_read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    limit = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
     return int(limit) if isinstance(limit, int | float) and 0 < limit < 1e9 else positions
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """The model's prompts by name, and the text of its authors' default prompt."""
     path = folder / "config_sentence_transformers.json"
-    config = _read_json(path) or {}
+    config = read_json(path) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must map names to strings")
@@ -231,7 +230,7 @@ def _read_head(folder: Path, keys: Keys, pooling: Pooling | None) -> HeadConfig 
     """The head of a classifier or a reranker; None for an embedding model (docs/decisions/016)."""
     head: HeadConfig | WordHeadConfig
     architecture = keys.architecture
-    kinds = [module.get("type", "").rsplit(".", 1)[-1] for module in _read_json(folder / "modules.json") or []]
+    kinds = [module.get("type", "").rsplit(".", 1)[-1] for module in read_json(folder / "modules.json") or []]
     family = MODELS[architecture]
     if architecture in family.classifiers:
         if kinds not in ([], ["Transformer"]):
@@ -264,8 +263,8 @@ def _read_logit_score(folder: Path, keys: Keys, kinds: list[str]) -> WordHeadCon
         raise ModelError(
             f"{path}: {kinds} of {keys.architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)"
         )
-    path = folder / Path(_read_json(path)[1].get("path", "")).name / "config.json"
-    module = Keys(path, _read_json(path) or {})
+    path = folder / Path(read_json(path)[1].get("path", "")).name / "config.json"
+    module = Keys(path, read_json(path) or {})
     module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
     yes, no = module.get("true_token_id"), module.get("false_token_id")
     for name, token in (("true_token_id", yes), ("false_token_id", no)):
@@ -282,7 +281,7 @@ def _check_asks_as_qwen3(folder: Path, default_prompt: str | None) -> None:
     """Raises: ModelError if the folder's chat template is not that of `InstructTemplate`, or has another instruction."""
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else None
-    template = template or str((_read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
+    template = template or str((read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
     parts = (JUDGE.split('"', 1)[0], "<Instruct>: ", "<Query>: ", "<Document>: ", "<think>", "</think>")
     if not all(part in template for part in parts):
         raise ModelError(f"{folder}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
@@ -326,7 +325,7 @@ def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[Dens
     """(folder of the pooling, whether the pooling is SPLADE's, the layers after it)."""
     path, pooling, is_splade, kinds = folder / "modules.json", "1_Pooling", False, ["Transformer"]
     dense: list[DenseConfig] = []
-    for module in _read_json(path) or []:
+    for module in read_json(path) or []:
         kind, name = module.get("type", "").rsplit(".", 1)[-1], module.get("path", "")
         is_splade |= kind == "SpladePooling"
         kind = _SPARSE_MODULES.get(kind, kind)
@@ -355,7 +354,7 @@ def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -
         )
     if dense:
         raise ModelError(f"{folder / 'modules.json'}: Dense after SPLADE is not supported")
-    how = Keys(folder / (name or "") / "config.json", (_read_json(folder / name / "config.json") if name else None) or {})
+    how = Keys(folder / (name or "") / "config.json", (read_json(folder / name / "config.json") if name else None) or {})
     how.refuse("pooling_strategy", ("max", None), "only the maximum of all tokens")
     how.refuse("activation_function", ("relu", "log1p_relu", None), "only relu and log1p_relu")
     for width in ("word_embedding_dimension", "embedding_dimension"):
@@ -381,14 +380,14 @@ def read_no_words(folder: Path) -> list[str]:
     """The tokens that are not words of a text, by the names in the tokenizer's files."""
     given: dict[str, Any] = dict(_NO_WORDS)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = _read_json(folder / name) or {}
+        file = read_json(folder / name) or {}
         given |= {key: file[key] for key in _NO_WORDS if file.get(key)}
     return [token["content"] if isinstance(token, dict) else token for token in given.values()]
 
 
 def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
     path = folder / name / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     if config is None:
         raise ModelError(f"{folder / 'modules.json'} names a Dense layer in {name}, which has no config.json")
     keys = Keys(path, config)
@@ -407,7 +406,7 @@ def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
 
 def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
     path = folder / name / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     if config is None:
         raise ModelError(
             f"{folder} names no pooling (it has no {name}/config.json): "
@@ -449,13 +448,3 @@ def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
     if len(modes) != 1 or modes[0] not in named:
         raise ModelError(f"{path}: pooling {modes or 'nothing'} is not supported; supported is one of {list(named)}")
     return cast(Pooling, named[modes[0]])
-
-
-def _read_json(path: Path) -> Any:
-    """The file's content, or None if there is no such file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error

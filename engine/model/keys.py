@@ -4,6 +4,7 @@ The engine honours every key that changes a vector, or refuses it by name. So a 
 authors meant.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,24 @@ from engine.errors import ModelError
 from engine.model.config import DenseActivation, Pooling
 
 _ANYTHING = object()
+
+
+def read_json(path: Path) -> Any:
+    """The file's content, or None if there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The file's JSON object. It is empty if there is no such file. Raises: ModelError for a file with anything else."""
+    content = read_json(path)
+    if content is not None and not isinstance(content, dict):
+        raise ModelError(f"{path} must be a JSON object")
+    return content or {}
 
 
 class Keys:

@@ -5,7 +5,6 @@ A template is learned once, at load. Pairs that are too long are truncated on th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +12,10 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as HFTokenizer
 
 from engine.errors import ModelError
+from engine.options import Direction
 
 # This bit is set in the ids of a pair's second text, for models with segment types. `BatchPacker.fill` removes the bit.
 SECOND_SEGMENT = 1 << 30
-
-Direction = Literal["left", "right"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ This module truncates ids, not texts: it learns the special tokens once, at load
 request changes the shared `tokenizers.Tokenizer`, so requests with different truncation run in parallel.
 """
 
-import json
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +18,8 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model.config import ModelConfig, named_prompt
-from engine.options import EncodeOptions, Input, InputType, TokenIds
+from engine.model.keys import Keys, read_object
+from engine.options import Direction, EncodeOptions, Input, InputType, TokenIds
 from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText, original_position, windows
 from engine.text.ids import checked_ids
@@ -66,6 +66,7 @@ class Tokenizer:
     """The model's tokenizer, limits and prompts. Safe to call from several threads."""
 
     def __init__(self, tokenizer: HFTokenizer, config: ModelConfig) -> None:
+        self._truncation_side: Direction = (tokenizer.truncation or {}).get("direction", "right")
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
@@ -92,9 +93,13 @@ class Tokenizer:
         try:
             tokenizer = HFTokenizer.from_file(str(path))
             as_given = tokenizer.post_processor
+            settings = Keys(folder / "tokenizer_config.json", read_object(folder / "tokenizer_config.json"))
             if config.generation is None or config.embeds:
-                _add_end_of_text(tokenizer, folder)
+                _add_end_of_text(tokenizer, settings)
             made = cls(tokenizer, config)
+            settings.refuse("truncation_side", ("left", "right", None), "only left and right")
+            # tokenizer_config.json overrides tokenizer.json, as in transformers.
+            made._truncation_side = settings.get("truncation_side") or made._truncation_side
             if config.generation is not None:  # with the token, a prompt would already have ended before the answer
                 tokenizer.post_processor = as_given
             return made
@@ -219,7 +224,7 @@ class Tokenizer:
         prompt, dropped, texts = "", 0, _checked(index, (text,))
         if whole is not None:
             prompt, texts = self._prompt_text(whole), self._truncate_texts(texts, whole)
-            dropped = len(text) - len(texts[0]) if whole.truncation_direction == "left" else 0
+            dropped = len(text) - len(texts[0]) if self._direction(whole) == "left" else 0
         (encoding,) = self._encode_batch([prompt + self._cased(texts)[0]], add_special_tokens=False, offsets=True)
         ids, at = encoding.ids, encoding.offsets  # `tokenizers` builds a new list at each access
         kept, prefix, suffix = range(len(ids)), list[int](), list[int]()
@@ -286,7 +291,7 @@ class Tokenizer:
         if not options.truncate:
             raise InvalidInput(f"`inputs` must have less than {self.max_chars} characters. Given: {num_chars}")
         share = self.max_chars // len(texts)
-        return tuple(text[-share:] if options.truncation_direction == "left" else text[:share] for text in texts)
+        return tuple(text[-share:] if self._direction(options) == "left" else text[:share] for text in texts)
 
     def _cased(self, texts: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(str.lower, texts)) if self._config.lower_case else texts
@@ -306,13 +311,13 @@ class Tokenizer:
         room = self._limit(options) - template.num_special
         if not options.truncate:
             self._check_fits((len(ids[a]) + len(ids[b]) for a, b in pairs), room, template.num_special, options)
-        joined = (template.join(ids[a], ids[b], room, options.truncation_direction) for a, b in pairs)
+        joined = (template.join(ids[a], ids[b], room, self._direction(options)) for a, b in pairs)
         return [self._without_padding(self._known(index, each)) for index, each in enumerate(joined)]
 
     def _instruct(
         self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str
     ) -> list[TokenIds]:
-        direction = options.truncation_direction
+        direction = self._direction(options)
         if sum(len(query) + len(document) for query, document in pairs) + len(instruction) * len(pairs) > _MAX_INSTRUCT_CHARS:
             raise InvalidInput("query and documents are too long together; send fewer documents or a shorter query")
         heads = [template.head(instruction, query) for query, _ in pairs]
@@ -375,13 +380,17 @@ class Tokenizer:
         """Returns the number of tokens that an input of the request may have, special tokens included."""
         return min(self.max_input_length, options.max_tokens or self.max_input_length)
 
+    def _direction(self, options: EncodeOptions) -> Direction:
+        """Returns the side of an input that loses tokens."""
+        return options.truncation_direction or self._truncation_side
+
     def _kept(self, length: int, room: int, num_special: int, options: EncodeOptions) -> slice:
         """Returns the part of `length` tokens that stays in `room`. Raises: InvalidInput for too many without truncation."""
         if length <= room:
             return slice(None)
         if not options.truncate:
             raise self._too_long(length + num_special, options)
-        return slice(length - room, None) if options.truncation_direction == "left" else slice(room)
+        return slice(length - room, None) if self._direction(options) == "left" else slice(room)
 
     def _too_long(self, given: int, options: EncodeOptions) -> InvalidInput:
         return InvalidInput(f"`inputs` must have less than {self._limit(options)} tokens. Given: {given}")
@@ -453,22 +462,20 @@ def _special_tokens(tokenizer: HFTokenizer) -> tuple[list[int], list[int]]:
     raise ModelError("the tokenizer's special tokens were not recognised: this tokenizer.json is not supported")
 
 
-def _add_end_of_text(tokenizer: HFTokenizer, folder: Path) -> None:
+def _add_end_of_text(tokenizer: HFTokenizer, config: Keys) -> None:
     """Let the tokenizer end each text with the end-of-text token, if tokenizer_config.json says so and tokenizer.json does not.
 
     gte-Qwen2 is such a model, and last-token pooling reads this token. Only the Llama and Gemma tokenizers, and tokenizers with
     code in the folder, obey `add_eos_token`.
     """
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    heeds = "auto_map" in config or str(config.get("tokenizer_class")).startswith(("Llama", "Gemma"))
+    heeds = "auto_map" in config.values or str(config.get("tokenizer_class")).startswith(("Llama", "Gemma"))
     if not heeds or config.get("add_eos_token") is not True:
         return
     end = config.get("eos_token")
     end = str(end["content"] if isinstance(end, dict) else end)
     end_id = tokenizer.token_to_id(end)
     if end_id is None:
-        raise ModelError(f"{path}: add_eos_token is true, eos_token {end!r} is not in the vocabulary")
+        raise ModelError(f"{config.path}: add_eos_token is true, eos_token {end!r} is not in the vocabulary")
     prefix, suffix = _special_tokens(tokenizer)
     if end_id in suffix:
         return

@@ -26,7 +26,7 @@ class Prompted(ModelBody):
     input_type: Literal["query", "document"] | None = None
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        return EncodeOptions(auto_truncate, "right", self.prompt_name, self.prompt, self.input_type)
+        return EncodeOptions(auto_truncate, None, self.prompt_name, self.prompt, self.input_type)
 
 
 class Ranking(ModelBody):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engine.options import EmbedOptions, EncodeOptions, InputType
+from engine.options import Direction, EmbedOptions, EncodeOptions, InputType
 from serve_app.compute.embedding import embed as compute_vectors
 from serve_app.compute.parameters import Body
 from serve_app.compute.quantize import OutputDtype
@@ -27,6 +27,7 @@ _INPUT_TYPES: dict[str | None, InputType] = {
     "classification": "classification",
     "clustering": "clustering",
 }
+_DIRECTIONS: dict[str | None, Direction] = {"START": "left", "END": "right"}
 
 
 class CohereContent(Body):
@@ -65,7 +66,7 @@ class CohereEmbedRequest(ModelBody):
     def encode_options(self) -> EncodeOptions:
         return EncodeOptions(
             truncate=self.truncate != "NONE",
-            truncation_direction="left" if self.truncate == "START" else "right",
+            truncation_direction=_DIRECTIONS.get(self.truncate),
             input_type=_INPUT_TYPES.get(self.input_type),
             max_tokens=self.max_tokens,
         )

@@ -19,7 +19,7 @@ class Encoding(Prompted):
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
         truncate = auto_truncate if self.truncate is None else self.truncate
-        return EncodeOptions(truncate, self.truncation_direction, self.prompt_name, self.prompt, self.input_type)
+        return EncodeOptions(truncate, _direction(self), self.prompt_name, self.prompt, self.input_type)
 
 
 class EmbedRequest(Encoding):
@@ -64,7 +64,7 @@ class PredictRequest(ModelBody):
     raw_scores: bool = False
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
+        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, _direction(self))
 
 
 class RerankRequest(Ranking):
@@ -75,7 +75,7 @@ class RerankRequest(Ranking):
     return_text: bool = False
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, self.truncation_direction)
+        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, _direction(self))
 
 
 class VertexRequest(Body):
@@ -98,3 +98,8 @@ class DecodeRequest(ModelBody):
 TaskBody = (
     EmbedRequest | EmbedAllRequest | EmbedSparseRequest | EmbedHybridRequest | SimilarityRequest | PredictRequest | RerankRequest
 )
+
+
+def _direction(body: Encoding | PredictRequest | RerankRequest) -> Direction | None:
+    """The side that the request names. None: it names none, so the model's own side is cut."""
+    return body.truncation_direction if "truncation_direction" in body.model_fields_set else None

@@ -143,7 +143,10 @@ def _check_rerank(info: ModelInfo) -> None:
 
 
 def _encoding(request: Any) -> EncodeOptions:
-    """The options of tokenisation. In gRPC `truncate` false means false, independent of the server's `auto_truncate`."""
+    """The options of tokenisation. In gRPC `truncate` false means false, independent of the server's `auto_truncate`.
+
+    A request with direction right is equal to a request without the field. Both are cut on the side that the model names.
+    """
     left = request.truncation_direction == tei.TRUNCATION_DIRECTION_LEFT
     prompted = "prompt_name" in request.DESCRIPTOR.fields_by_name and request.HasField("prompt_name")
-    return EncodeOptions(request.truncate, "left" if left else "right", request.prompt_name if prompted else None)
+    return EncodeOptions(request.truncate, "left" if left else None, request.prompt_name if prompted else None)

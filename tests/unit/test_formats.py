@@ -159,6 +159,23 @@ def test_cohere_inputs_are_texts_too(post: Post, expected: Any) -> None:
     assert "texts" not in answer
 
 
+def test_a_request_without_a_side_is_cut_on_the_models_own(
+    post: Post, expected: Any, model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "_truncation_side", "left")
+    long = " ".join(f"word{i}" for i in range(400))
+    left, right = (expected(long, truncation_direction=side) for side in ("left", "right"))
+    assert not np.array_equal(left, right)
+    for own in ({}, {"truncation_direction": "left"}):
+        np.testing.assert_array_equal(np.float32(post("/embed", {"inputs": long} | own).json()), left)
+    np.testing.assert_array_equal(np.float32(post("/embed", {"inputs": long, "truncation_direction": "Right"}).json()), right)
+    answer = post("/v1/embeddings", {"input": long}).json()
+    np.testing.assert_array_equal(np.float32([answer["data"][0]["embedding"]]), left)
+    for given, vectors in (({}, left), ({"truncate": "END"}, right)):
+        answer = post("/v2/embed", {"texts": [long]} | given).json()
+        np.testing.assert_array_equal(np.float32(answer["embeddings"]["float"]), vectors)
+
+
 def test_cohere_cuts_as_it_is_told(post: Post, expected: Any) -> None:
     long = " ".join(f"word{i}" for i in range(400))
 

@@ -24,6 +24,10 @@ from engine.text.tokenizer import Tokenizer
 TEXTS = ["a", "Hello, world!", "Größenwahn 今日は  мир", "word " * 400, " \n ", "x" * 3000, "🙂 [SEP] in text"]
 
 
+def _truncation(direction: str) -> dict[str, Any]:
+    return {"truncation": {"direction": direction, "max_length": 256, "strategy": "LongestFirst", "stride": 0}}
+
+
 @pytest.fixture(scope="module")
 def ours(minilm: Path) -> Tokenizer:
     return Tokenizer.load(minilm, load_model_config(minilm))
@@ -96,6 +100,39 @@ def test_ids_equal_those_of_transformers(ours: Tokenizer, theirs: Any, direction
     options = EncodeOptions(truncation_direction=direction)  # type: ignore[arg-type]
     for text, ids in zip(TEXTS, ours.encode(TEXTS, options), strict=True):
         assert ids.tolist() == theirs(text, truncation=True, max_length=256)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("files", "side"),
+    [
+        ({}, "right"),
+        ({"tokenizer_config.json": {"truncation_side": "left"}}, "left"),
+        ({"tokenizer.json": _truncation("Left")}, "left"),
+        ({"tokenizer.json": _truncation("Left"), "tokenizer_config.json": {"truncation_side": "right"}}, "right"),
+    ],
+)
+def test_the_models_own_side_is_cut_unless_a_request_names_one(
+    minilm: Path, tmp_path: Path, files: dict[str, dict[str, Any]], side: Any
+) -> None:
+    import transformers
+
+    folder = shutil.copytree(minilm, tmp_path / "model")
+    for name, changes in files.items():
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+    tokenizer, theirs = Tokenizer.load(folder, load_model_config(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    text = " ".join(f"word{index}" for index in range(400))
+    (own,) = tokenizer.encode([text], EncodeOptions())
+    assert own.tolist() == theirs(text, truncation=True, max_length=256)["input_ids"]
+    left, right = (tokenizer.encode([text], EncodeOptions(truncation_direction=each))[0] for each in ("left", "right"))  # type: ignore[arg-type]
+    assert own.tolist() == (left if side == "left" else right).tolist()
+    assert left.tolist() != right.tolist()
+
+
+def test_a_side_that_is_none_is_refused(minilm: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(minilm, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"truncation_side": "up"}')
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: truncation_side = 'up' is not supported"):
+        Tokenizer.load(folder, load_model_config(folder))
 
 
 def test_special_tokens_of_both_families(tiny: Callable[..., Path]) -> None:
