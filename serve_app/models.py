@@ -47,6 +47,7 @@ class ModelInfo:
     task: Task = "embedding"
     labels: tuple[str, ...] = ()  # of a classifier or reranker
     multi_label: bool = False  # whether several labels may be true at once
+    regression: bool = False  # whether several labels have values of their own, not probabilities
     outputs: tuple[OutputName, ...] = ("tokens",)  # an embedding model's results besides vectors
     vocab_size: int = 0
     embeds_too: bool = False  # whether a generation model also gives vectors
@@ -67,6 +68,7 @@ class ModelInfo:
             task=config.task,
             labels=config.labels,
             multi_label=config.multi_label,
+            regression=config.regression,
             outputs=config.outputs,
             vocab_size=config.vocab_size,
             embeds_too=config.generation is not None and config.embeds,

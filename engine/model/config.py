@@ -137,6 +137,7 @@ class ModelConfig:
     type_vocab_size: int = 0  # 0 for a family without token types
     labels: tuple[str, ...] = ()
     multi_label: bool = False  # any number of labels can hold at once
+    regression: bool = False  # several labels have values of their own, not probabilities
     head: HeadConfig | WordHeadConfig | None = None
     instruction: str | None = None
     padding_id: int | None = None

@@ -142,12 +142,15 @@ def _with_head(
 ) -> ModelConfig:
     """`config` of a classifier or a reranker. A default prompt is the instruction of a reranker with a chat template."""
     answers = isinstance(head, WordHeadConfig)
+    labels = ("LABEL_0",) if answers else read_labels(keys)
+    problem = keys.get("problem_type")
     return replace(
         config,
         pooling=head.pooling,
         head=head,
-        labels=("LABEL_0",) if answers else read_labels(keys),
-        multi_label=keys.get("problem_type") == "multi_label_classification",
+        labels=labels,
+        multi_label=problem == "multi_label_classification",
+        regression=problem == "regression" and len(labels) > 1,
         padding_id=keys.get("pad_token_id") if head.pooling == "last_token" and not answers else None,
         instruction=(default_prompt or DEFAULT_INSTRUCTION) if _uses_chat_template(folder, answers, default_prompt) else None,
     )

@@ -90,7 +90,9 @@ async def _classify(
     except NotFinite:
         raise ScoreNotFinite from None
     assert logits is not None
-    return logits if raw_scores else await service.with_arrays(logits.size, probabilities, logits, model.info.multi_label)
+    if raw_scores or model.info.regression:
+        return logits
+    return await service.with_arrays(logits.size, probabilities, logits, model.info.multi_label)
 
 
 async def _score_hybrid(

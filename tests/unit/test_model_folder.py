@@ -197,6 +197,22 @@ def test_labels_are_in_the_order_of_their_indices(copy: Callable[..., Path], cap
     assert caplog.text.count("pooling mean is not used") == 1
 
 
+@pytest.mark.parametrize(
+    ("problem", "labels", "expected"),
+    [
+        ("regression", 3, (False, True)),
+        ("regression", 1, (False, False)),  # a reranker's score is a probability
+        ("multi_label_classification", 3, (True, False)),
+        (None, 3, (False, False)),
+    ],
+)
+def test_the_problem_type_says_what_scores_are(
+    copy: Callable[..., Path], problem: str | None, labels: int, expected: tuple[bool, bool]
+) -> None:
+    config = load_model_config(copy("bert_classifier", problem_type=problem, id2label="DELETE", num_labels=labels))
+    assert (config.multi_label, config.regression) == expected
+
+
 def test_the_first_jina_rerankers_are_known_by_their_name(copy: Callable[..., Path], tmp_path: Path) -> None:
     """Their config.json names only the body, and no labels."""
     folder = copy("jina_bert_classifier", architectures=["JinaBertModel"], id2label="DELETE", label2id="DELETE")

@@ -156,6 +156,13 @@ def test_labels_that_may_hold_at_once_are_scored_one_by_one(serve: Serve) -> Non
     }
 
 
+def test_values_of_a_regression_stay_as_they_are(serve: Serve) -> None:
+    served = serve("classifier")
+    served.model.info = replace(served.model.info, regression=True)
+    answer = {each["label"]: each["score"] for each in served.post("/predict", inputs="a text")}
+    assert answer == pytest.approx(dict(zip(("sad", "neutral", "glad"), served.logits("a text")[0].tolist(), strict=True)))
+
+
 def test_a_reranker_predicts_its_label(serve: Serve) -> None:
     served = serve("reranker")
     logit = float(served.logits(("a", "b"))[0, 0])
