@@ -233,7 +233,8 @@ def _read_head(folder: Path, keys: Keys, pooling: Pooling | None) -> HeadConfig 
     """The head of a classifier or a reranker; None for an embedding model (docs/decisions/016)."""
     head: HeadConfig | WordHeadConfig
     architecture = keys.architecture
-    kinds = [module.get("type", "").rsplit(".", 1)[-1] for module in read_json(folder / "modules.json") or []]
+    modules = _modules(folder)
+    kinds = [kind for kind, _ in modules]
     family = MODELS[architecture]
     if architecture in family.classifiers:
         if kinds not in ([], ["Transformer"]):
@@ -242,7 +243,7 @@ def _read_head(folder: Path, keys: Keys, pooling: Pooling | None) -> HeadConfig 
             )
         head = family.read_head(keys)
     elif "LogitScore" in kinds:
-        head = _read_logit_score(folder, keys, kinds)
+        head = _read_logit_score(folder, keys, modules)
     elif architecture == "Qwen3ForCausalLM" and _is_named(folder, pooling, "qwen3-reranker"):
         head = _word_head(keys, _token_id(folder, "yes"), _token_id(folder, "no"))
     else:
@@ -259,14 +260,14 @@ def _is_named(folder: Path, pooling: Pooling | None, name: str) -> bool:
     return silent and name in model.lower().replace("_", "-")
 
 
-def _read_logit_score(folder: Path, keys: Keys, kinds: list[str]) -> WordHeadConfig:
+def _read_logit_score(folder: Path, keys: Keys, modules: list[tuple[str, str]]) -> WordHeadConfig:
     """The head of a reranker with `LogitScore`. Source: `LogitScore` of sentence-transformers."""
-    path = folder / "modules.json"
+    path, kinds = folder / "modules.json", [kind for kind, _ in modules]
     if keys.architecture != "Qwen3ForCausalLM" or kinds != ["Transformer", "LogitScore"]:
         raise ModelError(
             f"{path}: {kinds} of {keys.architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)"
         )
-    path = folder / Path(read_json(path)[1].get("path", "")).name / "config.json"
+    path = folder / Path(modules[1][1]).name / "config.json"
     module = Keys(path, read_json(path) or {})
     module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
     yes, no = module.get("true_token_id"), module.get("false_token_id")
@@ -324,12 +325,25 @@ _MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _SPARSE_MODULES = {"MLMTransformer": "Transformer", "SpladePooling": "Pooling"}
 
 
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """(kind, folder) of each module in modules.json. Raises: ModelError for a module that is not sentence-transformers' own."""
+    path = folder / "modules.json"
+    modules = read_json(path) or []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelError(f"{path} must be a list of objects")
+    for module in modules:
+        if not str(module.get("type")).startswith("sentence_transformers."):
+            raise ModelError(
+                f"{path}: module {module.get('type')!r} is not supported, because it is not sentence-transformers' own"
+            )
+    return [(module["type"].rsplit(".", 1)[-1], str(module.get("path", ""))) for module in modules]
+
+
 def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[DenseConfig, ...]]:
     """(folder of the pooling, whether the pooling is SPLADE's, the layers after it)."""
     path, pooling, is_splade, kinds = folder / "modules.json", "1_Pooling", False, ["Transformer"]
     dense: list[DenseConfig] = []
-    for module in read_json(path) or []:
-        kind, name = module.get("type", "").rsplit(".", 1)[-1], module.get("path", "")
+    for kind, name in _modules(folder):
         is_splade |= kind == "SpladePooling"
         kind = _SPARSE_MODULES.get(kind, kind)
         if kind not in _MODULES:

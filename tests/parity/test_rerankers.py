@@ -291,7 +291,9 @@ def test_a_cross_encoder_of_older_times_loads(cross_encoder: Path) -> None:
 
 def test_modules_after_a_classifier_are_refused(cross_encoder: Path) -> None:
     modules = json.loads((cross_encoder / "modules.json").read_text())
-    (cross_encoder / "modules.json").write_text(json.dumps([*modules, {"type": "models.Pooling", "path": "1_Pooling"}]))
+    (cross_encoder / "modules.json").write_text(
+        json.dumps([*modules, {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}])
+    )
     with pytest.raises(ModelError, match=r"modules\.json: modules \['Transformer', 'Pooling'\] are not supported for Bert"):
         load_model_config(cross_encoder)
 

@@ -467,9 +467,18 @@ def test_modules_we_do_not_have_are_refused(copy: Callable[..., Path], kinds: st
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["custom_st.Transformer", "custom_pool.Pooling", "Pooling", None])
+@pytest.mark.parametrize("model", ["bert", "bert_classifier"])
+def test_a_module_of_the_folders_own_code_is_refused(copy: Callable[..., Path], model: str, kind: str | None) -> None:
+    folder = copy(model)
+    (folder / "modules.json").write_text(json.dumps([{"type": kind, "path": ""}]))
+    with pytest.raises(ModelError, match=rf"modules\.json: module {kind!r} is not supported, because it is not sentence"):
+        load_model_config(folder)
+
+
 def test_a_module_outside_of_the_folder_is_refused(copy: Callable[..., Path]) -> None:
     folder = copy("bert")
-    (folder / "modules.json").write_text('[{"type": "Pooling", "path": "../1_Pooling"}]')
+    (folder / "modules.json").write_text('[{"type": "sentence_transformers.models.Pooling", "path": "../1_Pooling"}]')
     with pytest.raises(ModelError, match="expected the name of a folder"):
         load_model_config(folder)
 
