@@ -326,7 +326,10 @@ _SPARSE_MODULES = {"MLMTransformer": "Transformer", "SpladePooling": "Pooling"}
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each module in modules.json. Raises: ModelError for a module that is not sentence-transformers' own."""
+    """(kind, folder) of each module in modules.json. Dropout is left out, because it does nothing outside of training.
+
+    Raises: ModelError for a module that is not sentence-transformers' own.
+    """
     path = folder / "modules.json"
     modules = read_json(path) or []
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -336,7 +339,8 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
             raise ModelError(
                 f"{path}: module {module.get('type')!r} is not supported, because it is not sentence-transformers' own"
             )
-    return [(module["type"].rsplit(".", 1)[-1], str(module.get("path", ""))) for module in modules]
+    found = [(module["type"].rsplit(".", 1)[-1], str(module.get("path", ""))) for module in modules]
+    return [(kind, name) for kind, name in found if kind != "Dropout"]
 
 
 def _read_modules(folder: Path, hidden_size: int) -> tuple[str, bool, tuple[DenseConfig, ...]]:

@@ -467,6 +467,13 @@ def test_modules_we_do_not_have_are_refused(copy: Callable[..., Path], kinds: st
     assert message in str(caught.value)
 
 
+def test_a_dropout_module_is_left_out(copy: Callable[..., Path]) -> None:
+    config = load_model_config(with_modules(copy("bert"), "Transformer", "Pooling", "Dropout", "Dense", "Dropout"))
+    assert [each.folder for each in config.dense] == ["3_Dense"]
+    classifier = with_modules(copy("bert_classifier"), "Transformer", "Dropout")
+    assert load_model_config(classifier).task == "classifier"
+
+
 @pytest.mark.parametrize("kind", ["custom_st.Transformer", "custom_pool.Pooling", "Pooling", None])
 @pytest.mark.parametrize("model", ["bert", "bert_classifier"])
 def test_a_module_of_the_folders_own_code_is_refused(copy: Callable[..., Path], model: str, kind: str | None) -> None:
