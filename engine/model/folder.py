@@ -24,7 +24,7 @@ from engine.model.families.transformers import TransformersConfig
 from engine.model.generation import read_generation
 from engine.model.gguf import read_header
 from engine.model.gguf_codes import described
-from engine.model.keys import Keys, is_causal, read_json, read_labels
+from engine.model.keys import Keys, is_causal, read_json, read_labels, read_object
 from engine.model.quantized.quantization_config import read_scheme
 from engine.model.quantized.scheme import Quantization
 from engine.model.weight_files import read_linear
@@ -57,13 +57,13 @@ def load_model_config(
         trust_remote_code: whether transformers may run the folder's own code.
     Raises: ModelError naming the file, the key and a way out.
     """
-    hf = read_json(folder / "config.json")
-    if hf is None:
+    path = folder / "config.json"
+    if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
-    keys = Keys(folder / "config.json", hf)
+    keys = Keys(path, read_object(path))
     if keys.architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
         # config.json names only the body, but the weights contain a head. The model card's code loads it with one label.
-        keys = Keys(keys.path, hf | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
+        keys = Keys(path, keys.values | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
     prompts, own_default = _read_prompts(folder)
     if default_prompt_name is not None:
         try:
@@ -81,7 +81,7 @@ def load_model_config(
             config = _with_head(folder, keys, config, head, default_prompt)
         elif _generates(folder, keys, pooling) and _read_head(folder, keys, None) is None:  # a reranker does not generate
             path = folder / "generation_config.json"
-            generation = read_generation(keys, Keys(path, read_json(path) or {}))
+            generation = read_generation(keys, Keys(path, read_object(path)))
             config = replace(config, pooling="last_token", generation=replace(generation, embeds=pooling is not None))
         else:
             config = _read_embedder(folder, keys, config, pooling)
@@ -164,7 +164,7 @@ _TRANSFORMER_FILES = tuple(
 
 def _transformer_module(folder: Path) -> Keys:
     """The settings of sentence-transformers' Transformer module."""
-    found = ((folder / name, read_json(folder / name)) for name in _TRANSFORMER_FILES)
+    found = ((folder / name, read_object(folder / name)) for name in _TRANSFORMER_FILES)
     return next((Keys(path, module) for path, module in found if module), Keys(folder / _TRANSFORMER_FILES[0], {}))
 
 
@@ -213,14 +213,14 @@ def _check_neutral(keys: Keys, key: str, neutral: dict[str, tuple[Any, ...]]) ->
 
 def _tokenizer_limit(folder: Path, positions: int | None) -> int | None:
     """`model_max_length`. transformers writes 1e30 for "not known"; the result is then `positions`."""
-    limit = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+    limit = read_object(folder / "tokenizer_config.json").get("model_max_length")
     return int(limit) if isinstance(limit, int | float) and 0 < limit < 1e9 else positions
 
 
 def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     """The model's prompts by name, and the text of its authors' default prompt."""
     path = folder / "config_sentence_transformers.json"
-    config = read_json(path) or {}
+    config = read_object(path)
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must map names to strings")
@@ -268,7 +268,7 @@ def _read_logit_score(folder: Path, keys: Keys, modules: list[tuple[str, str]]) 
             f"{path}: {kinds} of {keys.architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)"
         )
     path = folder / Path(modules[1][1]).name / "config.json"
-    module = Keys(path, read_json(path) or {})
+    module = Keys(path, read_object(path))
     module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
     yes, no = module.get("true_token_id"), module.get("false_token_id")
     for name, token in (("true_token_id", yes), ("false_token_id", no)):
@@ -285,7 +285,7 @@ def _check_asks_as_qwen3(folder: Path, default_prompt: str | None) -> None:
     """Raises: ModelError if the folder's chat template is not that of `InstructTemplate`, or has another instruction."""
     path = folder / "chat_template.jinja"
     template = path.read_text(encoding="utf-8") if path.is_file() else None
-    template = template or str((read_json(folder / "tokenizer_config.json") or {}).get("chat_template"))
+    template = template or str(read_object(folder / "tokenizer_config.json").get("chat_template"))
     parts = (JUDGE.split('"', 1)[0], "<Instruct>: ", "<Query>: ", "<Document>: ", "<think>", "</think>")
     if not all(part in template for part in parts):
         raise ModelError(f"{folder}: pairs go through a chat template that is not Qwen3-Reranker's, the only one supported")
@@ -375,7 +375,7 @@ def _read_splade(keys: Keys, name: str | None, dense: tuple[DenseConfig, ...]) -
         )
     if dense:
         raise ModelError(f"{folder / 'modules.json'}: Dense after SPLADE is not supported")
-    how = Keys(folder / (name or "") / "config.json", (read_json(folder / name / "config.json") if name else None) or {})
+    how = Keys(folder / (name or "") / "config.json", read_object(folder / name / "config.json") if name else {})
     how.refuse("pooling_strategy", ("max", None), "only the maximum of all tokens")
     how.refuse("activation_function", ("relu", "log1p_relu", None), "only relu and log1p_relu")
     for width in ("word_embedding_dimension", "embedding_dimension"):
@@ -401,17 +401,16 @@ def read_no_words(folder: Path) -> list[str]:
     """The tokens that are not words of a text, by the names in the tokenizer's files."""
     given: dict[str, Any] = dict(_NO_WORDS)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = read_json(folder / name) or {}
+        file = read_object(folder / name)
         given |= {key: file[key] for key in _NO_WORDS if file.get(key)}
     return [token["content"] if isinstance(token, dict) else token for token in given.values()]
 
 
 def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
     path = folder / name / "config.json"
-    config = read_json(path)
-    if config is None:
+    if not path.is_file():
         raise ModelError(f"{folder / 'modules.json'} names a Dense layer in {name}, which has no config.json")
-    keys = Keys(path, config)
+    keys = Keys(path, read_object(path))
     keys.refuse("use_residual", (False, None), "only plain layers")
     for key in ("module_input_name", "module_output_name"):
         keys.refuse(key, ("sentence_embedding", None), "only layers of whole vectors, after pooling")
@@ -427,13 +426,13 @@ def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
 
 def _read_pooling(folder: Path, name: str, hidden_size: int) -> Pooling:
     path = folder / name / "config.json"
-    config = read_json(path)
-    if config is None:
+    if not path.is_file():
         raise ModelError(
             f"{folder} names no pooling (it has no {name}/config.json): "
             f"choose one of {', '.join(get_args(Pooling))} with --pooling; a reranker made from a language model needs the "
             f"modules.json of sentence-transformers' CrossEncoder, or Qwen3-Reranker in its folder's name"
         )
+    config = read_object(path)
     if config.get("include_prompt", True) is not True:
         raise ModelError(
             f"{path}: include_prompt = false is not supported, because our poolings read a text with its prompt; "
@@ -464,7 +463,7 @@ def _pooling_mode(path: Path, config: dict[str, Any]) -> Pooling:
         "pooling_mode_weightedmean_tokens": "weightedmean",
     }
     mode = config.get("pooling_mode")
-    modes = [mode] if isinstance(mode, str) else list(mode or [])
+    modes = list(map(str, mode if isinstance(mode, list) else [mode])) if mode else []
     modes = modes or [name for flag, name in flags.items() if config.get(flag)]
     if len(modes) != 1 or modes[0] not in named:
         raise ModelError(f"{path}: pooling {modes or 'nothing'} is not supported; supported is one of {list(named)}")

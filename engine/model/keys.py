@@ -44,12 +44,25 @@ class Keys:
     def architecture(self) -> str:
         """The first of `architectures`, or a text that is not the name of any family."""
         names = self.get("architectures") or []
+        if not isinstance(names, list):
+            raise ModelError(f"{self.path}: architectures is {names!r}, expected a list of names")
         return str(names[0]) if names else f"(none, model_type {self.get('model_type')!r})"
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(key, default)
 
-    def number(self, key: str, default: float | None = None) -> Any:
+    def number(self, key: str, default: int | None = None, least: int = 1) -> Any:
+        """A whole number from `least` up, or `default` if the key is absent or null. JSON may write 3 as 3.0.
+
+        Raises: ModelError for any other value.
+        """
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < least:
+            raise ModelError(f"{self.path}: {key} is {value!r}, expected a whole number of {least} or more")
+        return int(value)
+
+    def real(self, key: str, default: float | None = None) -> Any:
         """A positive number, or `default` if the key is absent or null. Raises: ModelError for any other value."""
         value = self.values.get(key)
         value = default if value is None else value
@@ -154,7 +167,7 @@ def read_shape(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim or hidden_size // n_heads,
-        norm_eps=eps if names.norm_eps is None else keys.number(names.norm_eps, eps),
+        norm_eps=eps if names.norm_eps is None else keys.real(names.norm_eps, eps),
         max_position_embeddings=max_positions,
         causal=causal,
         pooling="mean",
@@ -178,6 +191,9 @@ def read_local_layers(keys: Keys, otherwise: Callable[[int], bool]) -> tuple[int
     n_layers, types = keys.number("num_hidden_layers"), keys.get("layer_types")
     if types is None:
         return tuple(filter(otherwise, range(n_layers)))
+    if not isinstance(types, list):
+        raise ModelError(f"{keys.path}: layer_types is {types!r}, expected a list")
+    types = list(map(str, types))
     if len(types) != n_layers or not set(types) <= set(get_args(LayerType)):
         raise ModelError(
             f"{keys.path}: layer_types {sorted(set(types))} for {len(types)} of {n_layers} layers are not supported "
@@ -210,13 +226,14 @@ def read_rope(
         scalings: the kinds of scaling that the family computes. No scaling is always allowed.
     Raises: ModelError for any other kind of RoPE.
     """
-    rope, scaling = keys.get("rope_parameters") or {}, keys.get("rope_scaling") or {}
-    if rope and scaling and scaling not in (rope, rope.get(layer_type)):  # transformers 5 takes rope_scaling, other code does not
+    rope, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
+    # transformers 5 takes rope_scaling, and other code takes rope_parameters.
+    if rope and scaling and scaling not in (rope, rope.get(layer_type or "")):
         raise ModelError(f"{keys.path}: rope_scaling {scaling} differs from rope_parameters {rope}; remove the wrong one")
     if layer_type is not None:
         if set(rope) - set(get_args(LayerType)):
             raise ModelError(f"{keys.path}: rope_parameters {rope} is not supported (one set for each type of layer)")
-        rope = rope.get(layer_type) or {}
+        rope = Keys(keys.path, rope).mapping(layer_type)
     if layer_type != "sliding_attention":  # flat keys scale only the other layers
         rope = rope or scaling
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -225,8 +242,8 @@ def read_rope(
         supported = ", ".join(("plain", *scalings))
         raise ModelError(f"{keys.path}: RoPE of type {kind!r} ({rope}) is not supported (only {supported}, of the full width)")
     own = Keys(keys.path, rope)
-    theta = keys.number(flat, otherwise) if own.get("rope_theta") is None else own.number("rope_theta")
-    return Rope(float(theta), kind, 1.0 if kind == "default" else float(own.number("factor")))
+    theta = keys.real(flat, otherwise) if own.get("rope_theta") is None else own.real("rope_theta")
+    return Rope(float(theta), kind, 1.0 if kind == "default" else float(own.real("factor")))
 
 
 _ACTIVATIONS: dict[str, DenseActivation] = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU", "swish": "SiLU", "tanh": "Tanh"}

@@ -48,6 +48,9 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("bert", {"is_decoder": True}, "is_decoder"),
         ("bert", {"hidden_size": 0}, "hidden_size is 0"),
+        ("bert", {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a whole number of 1 or more"),
+        ("bert", {"vocab_size": float("inf")}, "vocab_size is inf"),
+        ("bert", {"architectures": "BertModel"}, "architectures is 'BertModel', expected a list"),
         ("bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("bert", {"vocab_size": "DELETE"}, "vocab_size is None"),
         ("roberta", {"hidden_act": "relu"}, "hidden_act = 'relu' is not supported"),
@@ -77,6 +80,11 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("deberta", {"position_buckets": -1}, "position_buckets is -1"),
         ("deberta", {"position_buckets": 256}, "position_buckets = 256 are too many for 128 relative positions"),
         ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("qwen3", {"rope_parameters": "default"}, "rope_parameters is 'default', expected an object"),
+        ("qwen3", {"layer_types": 3}, "layer_types is 3, expected a list"),
+        ("qwen3", {"layer_types": [["full_attention"]] * 3}, "layer_types"),
+        ("qwen2", {"auto_map": "modeling_qwen.Qwen2Model"}, "auto_map is 'modeling_qwen.Qwen2Model', expected an object"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": "2", "layer_types": "DELETE"}, "max_window_layers is '2'"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None, layers [0, 1, 2] need one"),
         ("qwen3", {"layer_types": ["full_attention"] * 2}, "layer_types ['full_attention'] for 2 of 3 layers"),
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types ['linear_attention']"),
@@ -100,6 +108,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "one set for each type of layer"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        ("gemma3", {"rope_parameters": {"full_attention": "default"}}, "full_attention is 'default', expected an object"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}}, "'llama3'"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
@@ -131,6 +140,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("nomic_bert_moe", {"moe_top_k": 5}, "moe_top_k = 5 of num_experts = 4"),
         ("nomic_bert_moe", {"num_experts": 0}, "num_experts is 0"),
         ("gte", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported"),
+        ("gte", {"type_vocab_size": -1}, "type_vocab_size is -1"),
         ("gte", {"position_embedding_type": "absolute"}, "position_embedding_type"),
         ("gte", {"layer_norm_type": "rms_norm"}, "layer_norm_type"),
         ("gte", {"logn_attention_scale": True}, "logn_attention_scale"),
@@ -181,6 +191,32 @@ def test_a_key_that_cannot_be_honoured_is_refused(
     with pytest.raises(ModelError, match=r"config\.json") as caught:
         load_model_config(copy(kind, **changes))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "key"), [("bert", "hidden_size"), ("qwen3", "head_dim"), ("qwen3", "max_position_embeddings")])
+def test_a_whole_number_may_be_written_with_a_point(copy: Callable[..., Path], kind: str, key: str) -> None:
+    folder = copy(kind)
+    config, value = load_model_config(folder), json.loads((folder / "config.json").read_text())[key]
+    edit(folder / "config.json", {key: float(value)})
+    assert repr(load_model_config(folder)) == repr(config)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+        "sentence_bert_config.json",
+        "config_sentence_transformers.json",
+        "tokenizer_config.json",
+    ],
+)
+def test_a_file_that_is_not_an_object_is_named(copy: Callable[..., Path], file: str) -> None:
+    folder = copy("bert")
+    (folder / file).write_text("[1]")
+    with pytest.raises(ModelError, match=rf"{file} must be"):
+        load_model_config(folder)
 
 
 def test_labels_are_in_the_order_of_their_indices(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:

@@ -50,7 +50,7 @@ class Gemma3(Decoder):
             rope_theta=read_rope(keys, "full_attention", otherwise=1e6).theta,
             local_rope_theta=read_rope(keys, "sliding_attention", "rope_local_base_freq", 1e4).theta,
             qk_norm=True,
-            query_pre_attn_scalar=keys.number("query_pre_attn_scalar", 256),
+            query_pre_attn_scalar=keys.real("query_pre_attn_scalar", 256),
         )
 
     @staticmethod

@@ -49,7 +49,7 @@ class Gte(Encoder):
         keys.refuse("pack_qkv", (True, None), "only Q, K and V in one tensor")
         shape = read_shape(keys)
         theta, scale = _scaled(read_rope(keys, scalings=("linear", "ntk")), shape["head_dim"])
-        return GteConfig(**shape, rope_theta=theta, rope_scale=scale, type_vocab_size=keys.get("type_vocab_size", 1))
+        return GteConfig(**shape, rope_theta=theta, rope_scale=scale, type_vocab_size=keys.number("type_vocab_size", 1, least=0))
 
     @staticmethod
     def peak_values(config: GteConfig) -> int:

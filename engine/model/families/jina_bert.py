@@ -145,5 +145,5 @@ def alibi_slopes(n_heads: int) -> list[float]:
 
 def _is_second_implementation(keys: Keys) -> bool:
     """Whether it is the second implementation. Only the name of the Hub's code in config.json shows this."""
-    code = [str(keys.get("_name_or_path")), *map(str, (keys.get("auto_map") or {}).values())]
+    code = [str(keys.get("_name_or_path")), *map(str, keys.mapping("auto_map").values())]
     return any("jina-bert-v2-qk-post-norm" in name for name in code)

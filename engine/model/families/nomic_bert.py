@@ -116,7 +116,7 @@ _AUTHORS_KEYS = ShapeKeys(
 
 def _authors_config(keys: Keys) -> NomicBertConfig:
     """The config from the keys of nomic-ai's own code, which are GPT-2's keys. The defaults are those of that code."""
-    keys.number("rotary_emb_fraction")  # a model without this key has learned positions
+    keys.real("rotary_emb_fraction")  # a model without this key has learned positions
     for key, allowed in _ONLY.items():
         keys.refuse(key, allowed)
     keys.refuse("num_heads_kv", (None, keys.get("n_head")), "no grouped queries")
@@ -127,7 +127,7 @@ def _authors_config(keys: Keys) -> NomicBertConfig:
     activation = keys.get("activation_function")
     if activation != "gelu":
         shape["intermediate_size"] = -(-shape["intermediate_size"] // 256) * 256  # the gated layer rounds up like this
-    every = keys.get("moe_every_n_layers") or 0
+    every = keys.number("moe_every_n_layers", 0, least=0)
     has_experts = tuple(bool(every) and index % every == 1 for index in range(shape["n_layers"]))
     num_experts = top_k = 0
     if any(has_experts):
@@ -137,8 +137,8 @@ def _authors_config(keys: Keys) -> NomicBertConfig:
             raise ModelError(f"{keys.path}: moe_top_k = {top_k} of num_experts = {num_experts}")
     return NomicBertConfig(
         **shape,
-        rope_theta=float(keys.number("rotary_emb_base", 1000)),
-        type_vocab_size=keys.get("type_vocab_size", 2),
+        rope_theta=float(keys.real("rotary_emb_base", 1000)),
+        type_vocab_size=keys.number("type_vocab_size", 2, least=0),
         activation=activation,
         has_experts=has_experts,
         num_experts=num_experts,
@@ -189,7 +189,7 @@ def _transformers_config(keys: Keys) -> NomicBertConfig:
     return NomicBertConfig(
         **shape,
         rope_theta=read_rope(keys).theta,
-        type_vocab_size=keys.get("type_vocab_size", 2),
+        type_vocab_size=keys.number("type_vocab_size", 2, least=0),
         activation="swiglu",
         has_experts=(False,) * shape["n_layers"],
     )

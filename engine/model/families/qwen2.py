@@ -23,13 +23,13 @@ class Qwen2(Decoder):
 
 def _of_gte(keys: Keys) -> bool:
     """Whether the model is gte's own Qwen2Model in a revision without `is_causal`. Such a model is bidirectional by default."""
-    code = (keys.get("auto_map") or {}).get("AutoModel")
+    code = keys.mapping("auto_map").get("AutoModel")
     return keys.get("is_causal") is None and str(code).endswith("modeling_qwen.Qwen2Model")
 
 
 def qwen_windows(keys: Keys, causal: bool) -> Windows:
     """With `use_sliding_window`, the layers from `max_window_layers` on are local."""
     sliding_window = keys.get("sliding_window", 4096) if keys.get("use_sliding_window") else None
-    first = keys.get("max_window_layers", 28)
+    first = keys.number("max_window_layers", 28, least=0)
     local_layers = read_local_layers(keys, lambda index: sliding_window is not None and index >= first)
     return read_windows(keys, sliding_window, local_layers, causal)
