@@ -76,6 +76,8 @@ def load_model_config(
         config = _read_embedder(folder, keys, Transformers.read_config(keys, trust_remote_code), pooling)
     elif keys.architecture in MODELS:
         config = MODELS[keys.architecture].read_config(keys)
+        if trust_remote_code and keys.get("auto_map"):
+            log.warning("%s: our own %s is used; --backend transformers runs the folder's code", folder, keys.architecture)
         head = _read_head(folder, keys, pooling)
         if head is not None:
             config = _with_head(folder, keys, config, head, default_prompt)

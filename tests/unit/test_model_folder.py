@@ -432,6 +432,14 @@ def test_gtes_qwen2_is_bidirectional_unless_it_says_otherwise(copy: Callable[...
         assert load_model_config(folder).causal == causal
 
 
+def test_trusted_code_that_does_not_run_is_named(copy: Callable[..., Path], caplog: pytest.LogCaptureFixture) -> None:
+    folder = copy("qwen3", auto_map={"AutoModel": "modeling_own.OwnModel"})
+    load_model_config(folder)
+    assert not caplog.text
+    load_model_config(folder, trust_remote_code=True)
+    assert "our own Qwen3Model is used; --backend transformers runs the folder's code" in caplog.text
+
+
 def test_a_window_is_what_transformers_makes_of_it(copy: Callable[..., Path]) -> None:
     folder = copy("mistral", sliding_window="DELETE")
     config = load_model_config(folder)
