@@ -80,7 +80,7 @@ def embed(
     from serve_app.corpus.folder import Folder
     from serve_app.corpus.job import Columns, run
     from serve_app.corpus.progress import Progress
-    from serve_app.corpus.task import Task
+    from serve_app.corpus.task import Task, check_options
 
     texts = (column,) if rerank is None else (rerank, column)
     files = Corpus(_paths(corpus), texts)  # before the model, because this check is faster
@@ -90,6 +90,7 @@ def embed(
         worker = _local(model or EMBEDDED_MODEL, dtype, task, rerank is not None)
     else:
         worker = _remote(url, model, api_key, in_flight, task, rerank is not None)
+    check_options(task, worker.kind)
     if worker.kind in files.schema.names:
         raise InvalidInput(f"the corpus already has a column {worker.kind!r}; rename that column")
     if worker.kind == "answer" and file_format == "npy":

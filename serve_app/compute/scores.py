@@ -15,7 +15,8 @@ def probabilities(logits: Vectors, multi_label: bool = False) -> Vectors:
     """
     x = logits.astype(np.float64)
     if x.shape[1] == 1 or multi_label:
-        return (0.5 * (1 + np.tanh(0.5 * x))).astype(np.float32)  # 1 / (1 + exp(-x)) without overflow
+        # 1 / (1 + exp(-x)) without overflow, and without cancellation: very small scores keep their order.
+        return np.asarray(np.exp(np.minimum(x, 0)) / (1 + np.exp(-np.abs(x))), dtype=np.float32)
     shifted = np.exp(x - x.max(axis=1, keepdims=True))
     return np.asarray(shifted / shifted.sum(axis=1, keepdims=True), dtype=np.float32)
 

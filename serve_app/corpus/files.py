@@ -5,6 +5,7 @@ The order is that of the given files; files in a folder are in the order of thei
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,8 @@ from engine.errors import EmberError
 _KINDS = {".parquet": "parquet", ".pq": "parquet", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".txt": "text"}
 _COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 _NAMES = "parquet, jsonl, csv or txt files; the latter three also compressed as gz, bz2 or zst"
+
+MANIFEST = "_emberforge.json"  # it is in each folder of results
 
 _BATCH_ROWS = 1024
 # Bytes of a text file that are parsed at once. A row cannot be larger.
@@ -150,7 +153,7 @@ class Corpus:
 def _found(path: Path) -> list[Path]:
     """The files of an input, which is a file or a folder. Raises: CorpusError."""
     if path.is_dir():
-        found = sorted(each for each in path.rglob("*") if _kind(each) and each.is_file())
+        found = sorted(each for each in path.rglob("*") if _kind(each) and each.is_file() and not _is_result(each))
         if not found:
             raise CorpusError(f"{path} has no {_NAMES}")
         return found
@@ -159,6 +162,11 @@ def _found(path: Path) -> list[Path]:
     if _kind(path) is None:
         raise CorpusError(f"{path} is not a supported kind of file; a corpus is {_NAMES}")
     return [path]
+
+
+def _is_result(path: Path) -> bool:
+    """Whether a job has written the file. The folder of the results may be in the folder of the corpus."""
+    return (path.parent / MANIFEST).exists()
 
 
 def _kind(path: Path) -> str | None:
@@ -180,6 +188,7 @@ def _parsed(path: Path, file: BinaryIO, wanted: Sequence[str]) -> Iterator[pa.Re
                 parsing = pa.csv.ParseOptions(newlines_in_values=True)
                 yield from pa.csv.open_csv(stream, pa.csv.ReadOptions(block_size=_BLOCK_BYTES), parsing, options)
             case _:
-                lines = iter(stream.readline, b"")
+                # A compressed stream has no `readline` of its own.
+                lines = iter(BufferedReader(stream).readline, b"")
                 while texts := [line.rstrip(b"\r\n").decode() for line in islice(lines, _BATCH_ROWS)]:
                     yield pa.record_batch({"text": texts})

@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet
 from numpy.typing import NDArray
 
-from serve_app.corpus.files import CorpusError
+from serve_app.corpus.files import MANIFEST, CorpusError
 
-MANIFEST = "_emberforge.json"
 Format = Literal["parquet", "npy"]
 
 GO_ON = "the same command resumes the job"

@@ -6,6 +6,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from email.message import Message
 from http.client import HTTPException
 from time import monotonic
@@ -103,7 +104,8 @@ class RemoteWorker:
                     raise InvalidInput(reason) from None
                 if error.code not in _FOR_NOW:
                     raise CorpusError(f"{self._url}{path} answers {reason}") from None
-                wait_s = float(error.headers.get("retry-after", wait_s))
+                with suppress(ValueError):  # a proxy may send a date
+                    wait_s = float(error.headers.get("retry-after", wait_s))
             except (OSError, HTTPException) as error:  # the connection was refused or reset, or a timeout
                 reason = str(error)
             if monotonic() > deadline:

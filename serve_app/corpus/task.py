@@ -23,6 +23,22 @@ class Task:
     max_tokens: int = 256
 
 
+# The options that a job does not use, by its kind of result.
+_UNUSED: dict[Kind, tuple[str, ...]] = {
+    "embedding": (),
+    "score": ("dimensions", "output_dtype", "prompt", "prompt_name", "input_type"),
+    "answer": ("dimensions", "output_dtype", "prompt_name", "input_type"),
+}
+
+
+def check_options(task: Task, kind: Kind) -> None:
+    """Raises: CorpusError for an option that a job with this kind of result does not use."""
+    usual = Task()
+    for name in _UNUSED[kind]:
+        if getattr(task, name) != getattr(usual, name):
+            raise CorpusError(f"--{name.replace('_', '-')} is not used for the result {kind!r}; leave it out")
+
+
 def kind_of(model: str, tasks: set[str], ranks: bool) -> Kind:
     """The kind of result of a model with these tasks: a vector if the model can embed. `ranks`: there is a column with queries.
 

@@ -63,9 +63,9 @@ class CohereEmbedRequest(ModelBody):
         """The texts to embed. The parts of one input become lines of one text."""
         return self.texts or ["\n".join(part.text for part in each.content) for each in self.inputs or ()]
 
-    def encode_options(self) -> EncodeOptions:
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
         return EncodeOptions(
-            truncate=self.truncate != "NONE",
+            truncate=auto_truncate if self.truncate is None else self.truncate != "NONE",
             truncation_direction=_DIRECTIONS.get(self.truncate),
             input_type=_INPUT_TYPES.get(self.input_type),
             max_tokens=self.max_tokens,
@@ -97,7 +97,8 @@ async def embed(service: Service, body: CohereEmbedRequest, _headers: Headers, *
     with service.admission.admit(len(texts), model):
         state = service.begin(texts)
         options = EmbedOptions(dimensions=body.output_dimension)
-        result = await compute_vectors(service, state, model, texts, body.encode_options(), options, list(dtypes.values()))
+        encoding = body.encode_options(service.settings.auto_truncate)
+        result = await compute_vectors(service, state, model, texts, encoding, options, list(dtypes.values()))
         vectors = {name: (await quantized(service, [result.vectors], dtype, model))[0] for name, dtype in dtypes.items()}
     by_type: dict[CohereType, Any] = {
         name: encoded_rows(each, "base64" if name == "base64" else "float") for name, each in vectors.items()
@@ -129,7 +130,7 @@ async def rerank(service: Service, body: CohereRerankRequest, _headers: Headers,
             model,
             body.query,
             texts,
-            EncodeOptions(),
+            EncodeOptions(service.settings.auto_truncate),
             instruction=body.instruction,
             weights=body.weights,
         )

@@ -116,7 +116,7 @@ def _pieces(content: Any, size: float) -> Iterator[bytes]:
         begin, size, separator = 0, 0, b"["
         for index, element in enumerate(content):
             own = json_size(element)
-            if size and size + own > _PART_BYTES:
+            if begin < index and size + own > _PART_BYTES:
                 yield separator + to_json(content[begin:index])[1:-1]
                 begin, size, separator = index, 0, b","
             if own > _PART_BYTES:
@@ -125,7 +125,7 @@ def _pieces(content: Any, size: float) -> Iterator[bytes]:
                 begin, separator = index + 1, b","
             else:
                 size += own
-        if size:
+        if begin < len(content):
             yield separator + to_json(content[begin:])[1:-1]
         yield b"]"
 

@@ -225,6 +225,7 @@ _VECTORS = np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32
         {"object": "list", "data": Entries(_VECTORS, "float")},
         {"object": "list", "data": Entries(_VECTORS, "base64")},
         [_Sparse(np.ones(20, dtype=[("index", np.int32), ("value", np.float32)]))] * 40,
+        [_Sparse(np.ones(number, dtype=[("index", np.int32), ("value", np.float32)])) for number in (0, 99, 0, 0, 9, 99, 0)],
         [_Predictions(row, [f"LABEL_{i}" for i in range(300)]) for row in _VECTORS],
         [[Token(i, "a", False, i, i + 1) for i in range(200)], [Token(0, "[CLS]", True, None, None)]],
         [],

@@ -155,7 +155,7 @@ DIMENSIONS = ("/embed", "/", "/invocations", "/vertex", *OPENAI, *COHERE, "/embe
 IDS = (*NATIVE, *OPENAI, *MORE)
 LIMITED = (*NATIVE, "/similarity", *COHERE, *MORE, "/predict")
 ONLY_EMBED = ("/embed", "/embed_all", "/similarity", *OPENAI, *COHERE, *MORE)
-OPENAI_LIMITED: dict[str, Any] = {"routes": OPENAI, "settings": {"auto_truncate": False}}
+LIMITED_BY_THE_SETTING: dict[str, Any] = {"routes": (*OPENAI, *COHERE), "settings": {"auto_truncate": False}}
 BOTH_EMPTY = {
     path: {"query": "", body: ["x", ""]} for path, body in zip(RERANK, ("texts", "documents", "documents"), strict=True)
 }
@@ -176,7 +176,7 @@ FAILURES = [
     Failure("too many inputs", [path for path in ALL if path != "/similarity"], 422, "Validation", TOO_MANY, ["x"] * 9),
     Failure("too many sentences", ["/similarity"], 422, "Validation", TOO_MANY, ["x"] * 9),
     Failure("too many tokens", LIMITED, 422, "Validation", TOO_LONG, LONG, {"truncate": False}),
-    Failure("too many tokens, OpenAI", status=422, type="Validation", text=TOO_LONG, inputs=LONG, **OPENAI_LIMITED),
+    Failure("too many tokens by default", status=422, type="Validation", text=TOO_LONG, inputs=LONG, **LIMITED_BY_THE_SETTING),
     Failure(
         "too many characters", LIMITED, 422, "Validation", P + "`inputs` must have less than 64000 characters. Given: 64001",
         "x" * 64_001, {"truncate": False},

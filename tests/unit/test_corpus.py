@@ -39,7 +39,7 @@ from serve_app.corpus.job import Results, Row, run
 from serve_app.corpus.local import LocalWorker, cut
 from serve_app.corpus.progress import Progress
 from serve_app.corpus.remote import RemoteWorker
-from serve_app.corpus.task import Task
+from serve_app.corpus.task import Kind, Task, check_options
 from serve_app.corpus.tokens import TokenizerProcess
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
@@ -52,7 +52,7 @@ def rows(corpus: Corpus, done: set[int]) -> dict[int, list[str]]:
     return {index: table["text"].to_pylist() for index, table in corpus.tables(300, done)}
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.txt", "a.jsonl.gz", "folder"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.txt", "a.jsonl.gz", "a.txt.gz", "folder"])
 def test_each_kind_of_file_gives_the_same_tables(tmp_path: Path, name: str) -> None:
     path, lines = tmp_path / name, [json.dumps({"id": 1, "text": text}) for text in TEXTS]
     match path.suffixes:
@@ -62,6 +62,8 @@ def test_each_kind_of_file_gives_the_same_tables(tmp_path: Path, name: str) -> N
             path.write_text("\n".join(lines))
         case [".jsonl", ".gz"]:
             path.write_bytes(gzip.compress("\n".join(lines).encode()))
+        case [".txt", ".gz"]:
+            path.write_bytes(gzip.compress("\n".join(TEXTS).encode()))
         case [".csv"]:
             pa.csv.write_csv(pa.table({"text": TEXTS}), path)
         case [".txt"]:
@@ -124,6 +126,16 @@ def test_files_of_one_corpus_have_the_same_columns(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("number,text\n1,a\n")
     with pytest.raises(CorpusError, match=r"b\.csv does not have the columns of .*a\.csv"):
         rows(Corpus([tmp_path], ["text"]), set())
+
+
+def test_results_within_the_folder_of_the_corpus_are_not_part_of_it(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "a.parquet", TEXTS[:300])
+    before = Corpus([tmp_path], ["text"]).fingerprint
+    Folder(tmp_path / "vectors", "parquet", 16, {})
+    write_corpus(tmp_path / "vectors" / "part-00000.parquet", TEXTS[:16])
+    corpus = Corpus([tmp_path], ["text"])
+    assert corpus.fingerprint == before
+    assert rows(corpus, set()) == {0: TEXTS[:300]}
 
 
 @pytest.mark.slow
@@ -284,13 +296,14 @@ class Gate:
 
     def __init__(self, app: ASGIApp, num_refused: int) -> None:
         self._app, self.num_refused, self.priorities = app, num_refused, set[bytes]()
+        self.retry_after = b"0"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             self.priorities.add(dict(scope["headers"])[b"x-priority"])
             if self.num_refused:
                 self.num_refused -= 1
-                await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", b"0")]})
+                await send({"type": "http.response.start", "status": 503, "headers": [(b"retry-after", self.retry_after)]})
                 return await send({"type": "http.response.body", "body": b"{}"})
         return await self._app(scope, receive, send)
 
@@ -398,6 +411,34 @@ def test_a_generating_model_answers_each_text(tmp_path: Path, tiny: Callable[...
     expected = engine.generate(prompts, SamplingOptions(max_tokens=5, temperature=0.0))
     texts = [engine.prompts.tokenizer.decode([token.id for token in each.tokens]) for each in expected]
     assert read_results(tmp_path / "out")["answer"].to_pylist() == texts
+
+
+def test_a_date_in_retry_after_is_a_short_wait(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies send a date. The worker then waits as long as without the header."""
+    gate = Gate(api(tokenizer, "embedding"), num_refused=1)
+    gate.retry_after = b"Wed, 21 Oct 2026 07:28:00 GMT"
+    waits: list[float] = []
+    with served(gate) as address:
+        worker = RemoteWorker(address, None, None, 4, Task(), ranks=False)
+        monkeypatch.setattr(worker._stopping, "wait", waits.append)
+        assert len(worker.compute([("w1",), ("w2",)]).values) == 2
+    assert len(waits) == 1
+    assert waits[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "option"),
+    [
+        ("score", Task(prompt="a"), "--prompt"),
+        ("score", Task(output_dtype="int8"), "--output-dtype"),
+        ("answer", Task(dimensions=8), "--dimensions"),
+        ("answer", Task(input_type="query"), "--input-type"),
+    ],
+)
+def test_an_option_that_a_job_does_not_use_is_refused(kind: Kind, task: Task, option: str) -> None:
+    check_options(Task(), kind)
+    with pytest.raises(CorpusError, match=f"^{option} is not used for the result '{kind}'"):
+        check_options(task, kind)
 
 
 def test_a_server_that_is_not_there_is_told_at_once() -> None:

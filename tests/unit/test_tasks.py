@@ -98,6 +98,8 @@ def test_probabilities_of_logits_of_any_size() -> None:
     rows = np.array([[-100, 5], [3e38, -3e38], [-3e38, -3e38], [1000, 1000]], dtype=np.float32)
     np.testing.assert_allclose(scores.probabilities(rows), [[0, 1], [1, 0], [0.5, 0.5], [0.5, 0.5]], atol=1e-7)
     np.testing.assert_allclose(scores.probabilities(np.array([[-3e38], [3e38], [0]], dtype=np.float32))[:, 0], [0, 1, 0.5])
+    small = scores.probabilities(np.array([[-35], [-60], [-80]], dtype=np.float32))[:, 0]
+    np.testing.assert_allclose(small, np.exp([-35.0, -60.0, -80.0]), rtol=1e-6)
 
 
 def test_of_equal_scores_the_last_comes_first() -> None:
