@@ -3,10 +3,11 @@
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from cluster.measurement import Measurement
 from cluster.model_folder import read_model, with_options
 from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
-from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Node
+from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Card, Node
 from cluster.pipelines import Cards, arrange
 from cluster.placement import Demand, Replica, Slot
 from cluster.throughput import (
@@ -209,9 +210,9 @@ class Plan:
         for name, entry in self.entries.items():
             if not entry.min_replicas or entry.pipeline == 1 or why_on_one_device(self.shapes[name]) or self._node_holds(name):
                 continue
-            # Ray chooses a node of a class, so each one counts as the one with the least memory.
+            # Ray chooses a node of a class, so each one counts as one with the least memory.
             nodes = [
-                replace(self.classes[node.class_name], name=node.name)
+                replace(least := self.classes[node.class_name], name=node.name, cards=_least_cards(node, least))
                 for node in self.nodes
                 if _may(entry, node.name) and _runs(entry.dtype, node)
             ]
@@ -251,11 +252,17 @@ class Plan:
         key = "+".join(group.places)
         self.groups[key], self.classes[node.class_name] = group, node
         self.class_of[key] = node.class_name
+        demand, groups = self.demands[name], {each.node.class_name for each in self.groups.values()}
+
+        def and_earlier(of_classes: Mapping[str, Any], value: Any) -> dict[str, Any]:
+            """The model's earlier groups may be of other classes. On the classes of nodes the model does not run."""
+            return {each: known for each, known in of_classes.items() if each in groups} | {node.class_name: value}
+
         self.demands[name] = replace(
-            self.demands[name],
-            bytes_on={node.class_name: sum(pipeline.needs_bytes)},
-            tokens_per_s={node.class_name: self._rate(entry, node.class_name).tokens_per_s},
-            cards_on={node.class_name: len(group.members)},
+            demand,
+            bytes_on=and_earlier(demand.bytes_on, sum(pipeline.needs_bytes)),
+            tokens_per_s=and_earlier(demand.tokens_per_s, self._rate(entry, node.class_name).tokens_per_s),
+            cards_on=and_earlier(demand.cards_on, len(group.members)),
         )
         used, on_node = (
             {(each.node.name, each.index) for each in group.members},
@@ -678,7 +685,7 @@ class Plan:
 
     def _why_not(self, name: str) -> str:
         demand = self.demands[name]
-        allowed = [slot for slot in self.slots if _may(self.entries[name], slot.node)]
+        allowed = [slot for slot in self._empty_slots if _may(self.entries[name], slot.node)]
         if group := self._why_no_group.get(name):
             one = self._why_no_pipeline(name, allowed)
             return f"no node holds it{f' ({one})' if one else ''}, and neither do several: {group}"
@@ -806,7 +813,9 @@ class Plan:
 
     def _would_fit(self, name: str, changes: dict[str, Any]) -> bool:
         entry = settled(self.written[name].model_copy(update=changes), self.shapes[name])
-        changed = self._demand(entry, self._dtype(entry))
+        # With groups, their cards are no longer there to choose a dtype for.
+        dtype = self.dtypes[name] if self.groups and "dtype" not in changes else self._dtype(entry)
+        changed = self._demand(entry, dtype)
         if changed == self.demands[name] or not self._tries:
             return False
         self._tries -= 1
@@ -854,15 +863,24 @@ def _written_out(changes: dict[str, Any]) -> str:
 
 def _classes(nodes: Iterable[Node]) -> dict[str, Node]:
     """For each class, a node with the least memory for models and the fewest CPUs of the class. A replica that fits on it fits on
-    every node of the class. Its measurement is the newest one of the class."""
+    every node of the class, and so does a pipeline: each card has the size of the smallest such card of the class. The node's
+    measurement is the newest one of the class."""
     classes: dict[str, Node] = {}
     for node in sorted(nodes, key=lambda node: node.name):
         known = classes.get(node.class_name)
         least = node if known is None or node.usable_bytes < known.usable_bytes else known
         num_cpus, cpu_bf16 = min(node.num_cpus, (known or node).num_cpus), node.cpu_bf16 and (known or node).cpu_bf16
         measurement = _newest(node.measurement, known.measurement if known else None)
-        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16, measurement=measurement)
+        cards = _least_cards(least, node if least is known else known or node)
+        classes[node.class_name] = replace(least, num_cpus=num_cpus, cpu_bf16=cpu_bf16, cards=cards, measurement=measurement)
     return classes
+
+
+def _least_cards(node: Node, other: Node) -> tuple[Card, ...]:
+    """The node's cards, each with the least size that it or a card like it has on the two nodes, which are of one class."""
+    if node.is_mixed:
+        return tuple(min(pair, key=attrgetter("total_bytes")) for pair in zip(node.cards, other.cards, strict=True))
+    return (min((*node.cards, *other.cards), key=attrgetter("total_bytes")),) * len(node.cards) if node.cards else ()
 
 
 def _most_cards(nodes: Iterable[Node]) -> dict[str, int]:

@@ -326,7 +326,7 @@ def _group_notes(plan: Plan, pool: PlannedPool, pipeline: Pipeline, tokens: int)
     """The stages of each replica on several nodes, and the predicted time of a pass."""
     parts = list(zip(pipeline.cards.layers(tokens), pipeline.cards.needs(tokens), strict=True))
     for each in plan.assigned:
-        if each.model == pool.model and each.members:
+        if each.model == pool.model and each.members and plan.class_of[each.node] == pool.node_class:
             stages = zip(each.members, parts, strict=True)
             cut = ", ".join(
                 f"{place} layers {part.start} to {part.stop - 1} with {_gib(needs)} GiB" for place, (part, needs) in stages

@@ -24,8 +24,13 @@ def has_room(plan: Plan, names: Mapping[str, str], details: Mapping[str, Any], a
     )
     entries = []
     for number, ((application, node), count) in enumerate(running.items()):
-        spec = details["applications"][application]["deployed_app_config"]["args"]["spec"]
-        changes = {"name": f"beside-{number}", "min_replicas": count, "nodes": (node,)}
+        args = details["applications"][application]["deployed_app_config"]["args"]
+        spec = dict(args["spec"])
+        changes: dict[str, Any] = {"name": f"beside-{number}", "min_replicas": count, "nodes": (node,)}
+        if devices := spec.pop("devices", ()):
+            changes["pipeline"] = len(devices)
+        if "cache_tokens" in spec:  # a generation model; its spec has the context as its input limit
+            changes["context"] = spec.pop("max_input_tokens")
         entries.append(ModelEntry.model_validate(spec | changes))
     try:
         return not Plan(plan.file.model_copy(update={"models": (*plan.file.models, *entries)}), plan.nodes).unplaced

@@ -87,6 +87,25 @@ def test_room_is_needed_where_the_old_replicas_are() -> None:
     assert room(plan(CARD, replace(CARD, name="pc2"), model="Qwen/Qwen3-Embedding-4B"))
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"model": f"Qwen/Qwen3-0.6B@{'0' * 40}", "context": 2048, "streams": 1},
+        {"model": f"Qwen/Qwen3-0.6B@{'0' * 40}", "cache_tokens": 4096},
+        {"model": f"Qwen/Qwen3-Embedding-0.6B@{'0' * 40}", "pipeline": 2},
+        {"model": f"Qwen/Qwen3-0.6B@{'0' * 40}", "pipeline": 2},
+    ],
+)
+def test_replicas_of_every_kind_of_model_may_run_beside_a_plan(entry: dict[str, Any]) -> None:
+    """The arguments of a deployment are not the keys of a model in the file."""
+    node = Node("pc", "amd64", 256 * GIB, 32, (Card("NVIDIA H200", 140 * GIB),) * 4)
+    made = Plan(ModelsFile.model_validate({"models": [{"name": "m"} | entry]}), [node])
+    application = serve_config(made)["applications"][0]
+    replica = {"replica_id": "r", "state": "RUNNING", "node_id": "1", "start_time_s": 0.0}
+    shown = {"deployed_app_config": application, "deployments": {"Engine": {"replicas": [replica]}}}
+    assert has_room(made, {"1": "pc"}, {"applications": {application["name"]: shown}}, {application["name"]})
+
+
 def models(monkeypatch: pytest.MonkeyPatch, **new: Any) -> PooledModels:
     """A model with a trial that gets 10 % of the requests. `new` changes the new version's spec."""
     monkeypatch.setattr(router, "LOADS", {})

@@ -62,6 +62,35 @@ def test_unlike_cards_and_the_largest_ones_first() -> None:
     assert [each.members for each in others.assigned] == [("one:0", "other:0")] or others.unplaced
 
 
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)])
+def test_nodes_of_one_class_may_have_different_numbers_of_cards(counts: tuple[int, int]) -> None:
+    nodes = tuple(Node(name, "amd64", 64 * GIB, 8, (RTX_4090,) * count) for name, count in zip("ab", counts, strict=True))
+    plan = planned(nodes, {"model": "Qwen/Qwen3-14B", "context": 16384, "streams": 8})
+    (chosen,) = plan.assigned
+    assert set(chosen.members) == {f"{node.name}:{index}" for node in nodes for index in range(len(node.cards))}
+    (why,) = planned(nodes, {"model": "Qwen/Qwen3-32B", "context": 2048}).unplaced
+    assert "over 3 cards" in why.why
+
+
+def test_groups_of_a_model_may_be_of_different_classes() -> None:
+    nodes = [LARGE, replace(LARGE, name="larger")]
+    nodes += [Node(name, "amd64", 64 * GIB, 8, (Card("NVIDIA L4", 22 * GIB),)) for name in "ab"]
+    plan = planned(tuple(nodes), {"model": "Qwen/Qwen3-14B", "context": 2048, "streams": 1, "min_replicas": 2})
+    assert [each.members for each in plan.assigned] == [("large:0", "larger:0"), ("a:0", "b:0")]
+    assert len(plan.pools) == 2
+    assert "large:0 layers" in text_of(plan)
+    assert "a:0 layers" in text_of(plan)
+
+
+def test_a_group_is_no_node_for_other_models() -> None:
+    small = {"model": "BAAI/bge-m3"}
+    (unplaced,) = planned(
+        (LARGE, replace(LARGE, name="larger"), CPU), {"model": "Qwen/Qwen3-14B", "context": 2048}, small
+    ).unplaced
+    assert "whole cards" not in unplaced.why
+    assert not any("max_batch_tokens" in way for way in unplaced.ways_out)
+
+
 def test_the_config_has_a_bundle_for_each_stage() -> None:
     application = serve_config(planned((ONE, LARGE), EMBEDDING_8B | {"pipeline": 2}))["applications"][0]
     (engine,) = application["deployments"]

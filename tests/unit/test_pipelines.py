@@ -268,3 +268,25 @@ def test_an_embedding_model_that_two_cards_do_not_hold_is_refused_with_numbers()
     forbidden = planned((TWO,), EMBEDDING_8B | {"pipeline": 1})
     assert not forbidden.assigned
     assert "pipeline: 2" in forbidden.unplaced[0].ways_out
+
+
+@pytest.mark.parametrize("sizes", [(24.4, 23.6), (23.6, 24.4)])
+def test_a_stage_fits_on_the_smallest_of_the_equal_cards(sizes: tuple[float, float]) -> None:
+    node = Node("a", "amd64", 64 * GIB, 8, tuple(replace(RTX_4090, total_bytes=int(size * GIB)) for size in sizes))
+    plan = planned((node,), {"model": "Qwen/Qwen3-14B", "context": 8192, "streams": 1})
+    pipeline = plan.pipeline_on("m0", node.class_name)
+    assert pipeline is not None
+    assert all(needs <= node.usable_bytes for needs in pipeline.cards.needs(plan.pools[0].cache_tokens or 0))
+
+
+def test_a_stage_fits_on_the_smallest_card_at_its_place_in_a_class() -> None:
+    def mixed(name: str, *sizes: float) -> Node:
+        cards = zip((RTX_4090, RTX_5080), sizes, strict=True)
+        return Node(name, "amd64", 64 * GIB, 8, tuple(replace(card, total_bytes=int(size * GIB)) for card, size in cards))
+
+    nodes = mixed("a", 24.4, 15.6), mixed("b", 23.6, 16.2)
+    plan = planned(nodes, {"model": "Qwen/Qwen3-14B", "context": 4096, "streams": 1, "nodes": ["b"]})
+    pipeline = plan.pipeline_on("m0", nodes[0].class_name)
+    assert pipeline is not None
+    for card, needs in zip(nodes[1].cards, pipeline.cards.needs(plan.pools[0].cache_tokens or 0), strict=True):
+        assert needs <= card.total_bytes - nodes[1].reserved
