@@ -5,18 +5,17 @@ from typing import Any
 
 from serve_app.admission.request_state import RequestState
 from serve_app.compute.service import Service
+from serve_app.compute.tokens import shown_tokens
 from serve_app.dialects import cohere
 from serve_app.dialects.bodies import ModelBody, fields_of, parse_body, parse_instance
 from serve_app.dialects.cohere import CohereRerankRequest
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.tei_answers import answer, check_task, inputs_of, schema_for
 from serve_app.dialects.tei_bodies import DecodeRequest, EmbedRequest, RerankRequest, TaskBody, TokenizeRequest, VertexRequest
-from serve_app.errors import BadBody, BadInstance, EmptyBatch
+from serve_app.errors import BadInstance, EmptyBatch
 from serve_app.gather import gather
 from serve_app.models import ServedModel
 
-# The answer to /tokenize takes about 70 times the memory of its text.
-_MOST_TOKENIZED_CHARS = 500_000
 # Instances of /vertex that are computed at the same time. The start of one takes about 0.2 ms.
 _INSTANCES = 64
 
@@ -77,12 +76,9 @@ async def tokenize(service: Service, body: TokenizeRequest, _headers: Headers) -
     if not body.inputs:
         raise EmptyBatch("`inputs` cannot be empty")
     model = service.backend.get(body.model)
-    num_chars = sum(map(len, body.inputs)) + len(body.prompt or "") * len(body.inputs)
-    if num_chars > _MOST_TOKENIZED_CHARS:
-        raise BadBody(f"the inputs have {num_chars} characters, the limit is {_MOST_TOKENIZED_CHARS}; send them in parts", 413)
     with service.admission.admit(len(body.inputs)):
         args = body.inputs, body.add_special_tokens, body.encode_options(service.settings.auto_truncate)
-        return Reply(await service.off_loop(num_chars, model.tokenizer.tokens, *args), model)
+        return Reply(await shown_tokens(service, model, *args), model)
 
 
 async def decode(service: Service, body: DecodeRequest, _headers: Headers) -> Reply:

@@ -11,6 +11,7 @@ from serve_app.compute import embedding, scoring
 from serve_app.compute.scores import best_first
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import can_rerank, check_embed, check_embed_all, check_embed_sparse, check_predict, check_rerank
+from serve_app.compute.tokens import shown_tokens
 from serve_app.errors import BadMessage, EmptyBatch, WrongTask
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.encode import packed_floats
@@ -99,7 +100,7 @@ async def rank(
 async def tokenize(service: Service, request: tei.EncodeRequest, caller: Caller) -> tuple[tei.EncodeResponse, None]:
     prompt_name = request.prompt_name if request.HasField("prompt_name") else None
     args = [request.inputs], request.add_special_tokens, EncodeOptions(prompt_name=prompt_name)
-    (tokens,) = await service.off_loop(len(request.inputs), caller.model.tokenizer.tokens, *args)
+    (tokens,) = await shown_tokens(service, caller.model, *args)
     simple = [tei.SimpleToken(id=t.id, text=t.text, special=t.special, start=t.start, stop=t.stop) for t in tokens]
     return tei.EncodeResponse(tokens=simple), None
 

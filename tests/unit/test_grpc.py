@@ -322,6 +322,12 @@ FAILURES = [
         "batch size 3 > maximum allowed batch size 2",
     ),
     ("Decode", tei.DecodeRequest(), Code.INVALID_ARGUMENT, "Input validation error: `input_ids` cannot be empty"),
+    (
+        "Tokenize",
+        tei.EncodeRequest(inputs="a" * 500_001),
+        Code.RESOURCE_EXHAUSTED,
+        "the inputs have 500001 characters, the limit is 500000; send them in parts",
+    ),
 ]
 
 

@@ -412,6 +412,17 @@ def test_teis_metrics_tell_predictions_from_embeddings(serve: Serve) -> None:
     assert 'te_request_failure{err="model_type"} 1' in lines
 
 
+# Tokens.
+
+
+def test_tokens_of_too_many_characters_are_not_shown(serve: Serve) -> None:
+    answer = serve("embedding").send("POST", "/tokenize", {"inputs": ["a", "a" * 500_000]})
+    assert (answer.status_code, answer.text) == (
+        413,
+        "the inputs have 500001 characters, the limit is 500000; send them in parts",
+    )
+
+
 # Chunks.
 
 LONG = "Serving models on the GPUs you have. Größe, 東京 and naïve cafés: the tokenizer's offsets are characters, not bytes!"
