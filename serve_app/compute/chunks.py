@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 
 import numpy as np
 
@@ -17,9 +18,13 @@ from serve_app.compute.parameters import Chunking
 from serve_app.compute.quantize import OutputDtype
 from serve_app.compute.scores import weighted_mean
 from serve_app.compute.service import Service
+from serve_app.compute.tokens import MOST_CHARS
 from serve_app.errors import BatchTooLarge
 from serve_app.gather import gather
 from serve_app.models import ServedModel
+
+# Texts are cut in pieces of about this many characters. A longer text is one piece. 32,000 characters take 10 to 30 ms.
+_PIECE_CHARS = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +47,17 @@ async def embed_chunks(
 ) -> list[Chunks]:
     """The chunks of each text.
 
-    Raises: as `embed`; InvalidInput if the model's pooling does not allow late chunking; BatchTooLarge for too many chunks.
+    Raises: as `embed`; InvalidInput if the model's pooling does not allow late chunking, or for a text of more than `MOST_CHARS`
+        characters; BatchTooLarge for too many chunks.
     """
     late = chunking.pooling == "late"
     if late:
         check_outputs(EmbedOptions(outputs=("chunks",)), model.info.outputs, model.info.pooling, ())
     check_options(model, options, dtypes)
-    limit, longest = service.settings.max_client_batch_size, model.info.max_input_length - model.tokenizer.num_special
+    longest = model.info.max_input_length - model.tokenizer.num_special
     if not late and chunking.size > longest:
         raise InvalidInput(f"`chunking.size` must be at most {longest}, the model's limit. Given: {chunking.size}")
-    num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(texts) * late
-    args = model.tokenizer, texts, chunking, limit, encoding if late else None
-    cut = await service.off_loop(num_chars, _cut, *args)
-    num_chunks = sum(len(each.offsets) for each in cut)
-    if num_chunks > limit:
-        raise BatchTooLarge(f"{num_chunks} chunks > maximum allowed batch size {limit}; use larger chunks or send fewer texts")
+    cut = await _cut(service, state, model, texts, chunking, encoding if late else None)
     if late:
         return await _embed_late(service, state, model, cut, options)
     pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
@@ -75,6 +76,36 @@ def only_texts(inputs: Sequence[TextOrIds]) -> list[str]:
         if not isinstance(each, str):
             raise InvalidInput(f"`chunking` needs texts, input {index} is a list of token ids")
     return [str(each) for each in inputs]
+
+
+async def _cut(
+    service: Service,
+    state: RequestState,
+    model: ServedModel,
+    texts: Sequence[str],
+    chunking: Chunking,
+    whole: EncodeOptions | None,
+) -> list[ChunkedText]:
+    """Cuts the texts piece by piece. Stops at the first piece that makes too many chunks. `whole`: as in `Tokenizer.chunk`."""
+    for index, text in enumerate(texts):
+        if len(text) > MOST_CHARS:
+            raise InvalidInput(
+                f"`chunking` takes {MOST_CHARS} characters of a text, input {index} has {len(text)}; send it in parts"
+            )
+    prompt_chars = len(whole.prompt or "") if whole else 0
+    num_chars = state.chars_to_tokenize + prompt_chars * len(texts)
+    limit = service.settings.max_client_batch_size
+    cut, num_chunks = list[ChunkedText](), 0
+    ends = accumulate(prompt_chars + len(text) for text in texts)  # the end of each text among the characters of all texts
+    for _, piece in groupby(enumerate(texts), lambda _: next(ends) // _PIECE_CHARS):
+        parts = await service.in_turn(num_chars, _chunks, model.tokenizer, list(piece), chunking, limit, whole)
+        num_chunks += sum(len(each.offsets) for each in parts)
+        if num_chunks > limit:
+            raise BatchTooLarge(
+                f"at least {num_chunks} chunks > maximum allowed batch size {limit}; use larger chunks or send fewer texts"
+            )
+        cut += parts
+    return cut
 
 
 async def _embed_late(
@@ -97,5 +128,7 @@ def _means(parts: Sequence[Vectors], lengths: Sequence[Sequence[int]], normalize
     return [weighted_mean(*each, normalize)[None] for each in zip(parts, lengths, strict=True)]
 
 
-def _cut(tokenizer: Tokenizer, texts: Sequence[str], how: Chunking, most: int, whole: EncodeOptions | None) -> list[ChunkedText]:
-    return [tokenizer.chunk(index, text, how.size, how.overlap, most, whole) for index, text in enumerate(texts)]
+def _chunks(
+    tokenizer: Tokenizer, texts: Sequence[tuple[int, str]], how: Chunking, most: int, whole: EncodeOptions | None
+) -> list[ChunkedText]:
+    return [tokenizer.chunk(index, text, how.size, how.overlap, most, whole) for index, text in texts]

@@ -154,17 +154,24 @@ class Service:
     async def _tokenised(self, num_chars: int, pieces: Iterable[Callable[[], Sequence[TokenIds]]]) -> Sequences:
         if num_chars <= _INLINE_CHARS:
             return Sequences.joined([Sequences.of(piece()) for piece in pieces])
-        parts = []
-        for piece in pieces:
-            async with self.turn():
-                parts.append(Sequences.of(await self.in_thread(piece)))
-        return Sequences.joined(parts)
+        return Sequences.joined([Sequences.of(await self.in_turn(num_chars, piece)) for piece in pieces])
 
     async def off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
         """Calls `function(*args)`, on a thread if the number of characters would block the event loop."""
         if num_chars <= _INLINE_CHARS:
             return function(*args)
         return await self.in_thread(function, *args)
+
+    async def in_turn(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
+        """Calls `function(*args)` for a part of a request's texts. A part of a large request has a turn on a thread.
+
+        Args:
+            num_chars: characters of the whole request.
+        """
+        if num_chars <= _INLINE_CHARS:
+            return function(*args)
+        async with self.turn():
+            return await self.in_thread(function, *args)
 
     async def with_arrays(self, num_numbers: int, function: Callable[..., T], *args: Any) -> T:
         """Calls `function(*args)`, on a thread if the size of its arrays would block the event loop.

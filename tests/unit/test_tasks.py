@@ -543,6 +543,17 @@ def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer) -> None:
         tokenizer.chunk(3, text, 50_000, 49_999, 1000, None)
 
 
+def test_texts_are_cut_in_turns_until_there_are_too_many_chunks(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve("cls")
+    turn, chunk, done = service.Service.turn, Tokenizer.chunk, list[Any]()
+    monkeypatch.setattr("serve_app.compute.chunks._PIECE_CHARS", len(LONG))
+    monkeypatch.setattr(service, "_INLINE_CHARS", 0)
+    monkeypatch.setattr(service.Service, "turn", lambda *args: done.append("turn") or turn(*args))
+    monkeypatch.setattr(Tokenizer, "chunk", lambda *args: done.append(args[1]) or chunk(*args))
+    assert served.refused("/embed", inputs=[LONG] * 3, chunking={"size": 7})[2].startswith("at least 10 chunks")
+    assert done == ["turn", 0, "turn", 1]
+
+
 def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
     served = serve("cls")
     assert "one token of a text (cls)" in served.refused("/embed", inputs=LONG, chunking={"size": 10, "pooling": "late"})[2]
@@ -551,7 +562,9 @@ def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
     assert many[0] == 422
     assert many[2].endswith(f"chunks of input 0, {LIMIT} at most; take larger ones")
     several = served.refused("/embed", inputs=[LONG] * 3, chunking={"size": 8})
-    assert several[2].endswith(f"chunks > maximum allowed batch size {LIMIT}; use larger chunks or send fewer texts")
+    assert several[2].endswith(f"at least 12 chunks > maximum allowed batch size {LIMIT}; use larger chunks or send fewer texts")
+    long = served.refused("/embed", inputs=["x", "a" * 500_001], chunking={"size": 10})
+    assert long[2].endswith("`chunking` takes 500000 characters of a text, input 1 has 500001; send it in parts")
     assert "must be at most 254" in served.refused("/embed", inputs=LONG, chunking={"size": 255})[2]
     wrapped = served.refused("/vertex", instances=[{"inputs": LONG, "chunking": {"size": 8}}])
     assert wrapped == (422, "Validation", "instances.0: `chunking` is not available here; send it to /embed")
