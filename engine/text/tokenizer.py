@@ -157,13 +157,14 @@ class Tokenizer:
         return Sequences.of(sequences)
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], options: EncodeOptions, instruction: str | None = None
+        self, pairs: Sequence[tuple[str, str]], options: EncodeOptions, instruction: str | None = None, first: int = 0
     ) -> list[TokenIds]:
         """Encode pairs of texts for a classifier or a reranker, in order. One text of a pair may be empty.
 
         Args:
             options: options without a prompt. The default prompt is put before the first text, as in sentence-transformers.
             instruction: replaces the model's instruction, if the model's template has one.
+            first: the number of the first of these pairs in its request, for errors.
         Returns: one int32 array per pair, at most `max_input_length` ids. If the model has segment types, SECOND_SEGMENT is set
             in the ids of the second text.
         Raises: EmptyInput, InvalidInput or TokenizerError naming the first pair that cannot be encoded.
@@ -173,13 +174,21 @@ class Tokenizer:
             if getattr(options, name) is not None:
                 raise InvalidInput(f"`{name}` cannot be set with dual inputs")
         _check_room(options, self._pairs.num_special)
-        checked = [self._checked_pair(index, pair, options) for index, pair in enumerate(pairs)]
+        checked = [self._checked_pair(index, pair, options) for index, pair in enumerate(pairs, first)]
         if isinstance(self._pairs, InstructTemplate):
-            return self._instruct(self._pairs, checked, options, self._instruction(instruction))
+            self.check_total(checked, instruction)
+            return self._instruct(self._pairs, checked, options, self._instruction(instruction), first)
         if instruction is not None:
             raise InvalidInput("`instruction` cannot be set: the model has none in its template")
         prompt = self._prompt_text(options)
-        return self._join(self._pairs, [(prompt + first, second) for first, second in checked], options)
+        return self._join(self._pairs, [(prompt + one, other) for one, other in checked], options, first)
+
+    def check_total(self, pairs: Sequence[tuple[str, ...]], instruction: str | None) -> None:
+        """Raises: InvalidInput if the pairs of a request have too many characters for a template that repeats the query."""
+        if isinstance(self._pairs, InstructTemplate):
+            num_chars = sum(min(len(query) + len(document), self.max_chars) for query, document in pairs)
+            if num_chars + len(self._instruction(instruction)) * len(pairs) > _MAX_INSTRUCT_CHARS:
+                raise InvalidInput("query and documents are too long together; send fewer documents or a shorter query")
 
     def prompt(self, options: EncodeOptions) -> str:
         """Returns the text before a request's texts: the request's prompt, otherwise the default prompt, otherwise "".
@@ -305,21 +314,19 @@ class Tokenizer:
             raise InvalidInput("`instruction` cannot contain NUL characters; remove them")
         return given
 
-    def _join(self, template: PairTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions) -> list[TokenIds]:
+    def _join(self, template: PairTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, first: int) -> list[TokenIds]:
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # the query of many pairs is tokenised only once
         ids = {text: each.ids for text, each in zip(texts, self._encode_batch(texts, False), strict=True)}
         room = self._limit(options) - template.num_special
         if not options.truncate:
             self._check_fits((len(ids[a]) + len(ids[b]) for a, b in pairs), room, template.num_special, options)
         joined = (template.join(ids[a], ids[b], room, self._direction(options)) for a, b in pairs)
-        return [self._without_padding(self._known(index, each)) for index, each in enumerate(joined)]
+        return [self._without_padding(self._known(index, each)) for index, each in enumerate(joined, first)]
 
     def _instruct(
-        self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str
+        self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str, first: int
     ) -> list[TokenIds]:
         direction = self._direction(options)
-        if sum(len(query) + len(document) for query, document in pairs) + len(instruction) * len(pairs) > _MAX_INSTRUCT_CHARS:
-            raise InvalidInput("query and documents are too long together; send fewer documents or a shorter query")
         heads = [template.head(instruction, query) for query, _ in pairs]
         bodies = [f"{head} {document}" for head, (_, document) in zip(heads, pairs, strict=True)]
         encoded = self._encode_batch(bodies, False, offsets=direction == "left")
@@ -327,7 +334,7 @@ class Tokenizer:
         if not options.truncate:
             self._check_fits((len(body.ids) for body in encoded), room, template.num_special, options)
         wrapped = (template.wrap(body, len(head), room, direction) for body, head in zip(encoded, heads, strict=True))
-        return [self._known(index, each) for index, each in enumerate(wrapped)]
+        return [self._known(index, each) for index, each in enumerate(wrapped, first)]
 
     def _check_fits(self, lengths: Iterable[int], room: int, num_special: int, options: EncodeOptions) -> None:
         for length in lengths:

@@ -1,12 +1,13 @@
 """Computes vectors of inputs: one for each input, one for each token, or sparse weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.options import EmbedOptions, EncodeOptions, TextOrIds, check_dimensions, check_outputs
+from engine.options import EmbedOptions, EncodeOptions, TextOrIds, TokenIds, check_dimensions, check_outputs
 from engine.results import Embeddings
 from engine.run.flight import Vectors
 from serve_app.admission.request_state import RequestState
@@ -34,9 +35,7 @@ async def embed(
     service.metrics.tei.started(state.method, state.num_inputs)
     check_options(model, options, dtypes)
     num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(inputs)
-    firsts = range(0, len(inputs) or 1, _PIECE)
-    pieces = (partial(model.tokenizer.encode, inputs[first : first + _PIECE], encoding, first) for first in firsts)
-    return await service.compute(state, model, options, num_chars, pieces)
+    return await service.compute(state, model, options, num_chars, pieces(model.tokenizer.encode, inputs, encoding))
 
 
 async def embed_tokens(
@@ -53,6 +52,14 @@ async def embed_sparse(
     """For each input an array of (index, value), sorted by index. Raises: as `embed`."""
     options = EmbedOptions(normalize=False, pooled=False, outputs=("sparse",))
     return (await embed(service, state, model, inputs, encoding, options)).ragged["sparse"]
+
+
+def pieces(
+    encode: Callable[..., Sequence[TokenIds]], inputs: Sequence[Any], *args: Any
+) -> Iterator[Callable[[], Sequence[TokenIds]]]:
+    """Calls of `encode` for the pieces of a request's inputs. Without inputs there is one call, which checks `args`."""
+    firsts = range(0, len(inputs) or 1, _PIECE)
+    return (partial(encode, inputs[first : first + _PIECE], *args, first=first) for first in firsts)
 
 
 def check_options(model: ServedModel, options: EmbedOptions, dtypes: Sequence[OutputDtype]) -> None:

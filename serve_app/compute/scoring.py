@@ -1,8 +1,9 @@
 """Computes scores: the classes of inputs, and how well texts answer a query."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from engine.run.flight import Vectors
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.inputs import TextOrPair
 from serve_app.admission.request_state import RequestState
-from serve_app.compute.embedding import embed
+from serve_app.compute.embedding import pieces
 from serve_app.compute.parameters import HybridWeights
 from serve_app.compute.scores import late_interaction, lexical, probabilities
 from serve_app.compute.service import Service
@@ -34,8 +35,8 @@ async def predict(
     raw_scores: bool,
 ) -> Vectors:
     """[n, n_labels] fp32: probabilities, or logits for `raw_scores`. Raises: as `Service.compute`; ScoreNotFinite."""
-    args = model.tokenizer, inputs, encoding
-    return await _classify(service, state, model, raw_scores, state.chars_to_tokenize, encode_classified, *args)
+    encoded = pieces(partial(encode_classified, model.tokenizer), inputs, encoding)
+    return await _classify(service, state, model, raw_scores, state.chars_to_tokenize, encoded)
 
 
 async def rerank(
@@ -61,17 +62,26 @@ async def rerank(
             raise InvalidInput("`instruction` is for rerankers with a template, but this model has no template; leave it out")
         return await _score_hybrid(service, state, model, query, texts, encoding, weights or HybridWeights())
     pairs = [(query, text) for text in texts]
+    model.tokenizer.check_total(pairs, instruction)
     num_chars = state.chars_to_tokenize + len(instruction or "") * len(pairs)
-    args = pairs, encoding, instruction
-    return (await _classify(service, state, model, raw_scores, num_chars, model.tokenizer.encode_pairs, *args))[:, 0]
+    encoded = pieces(model.tokenizer.encode_pairs, pairs, encoding, instruction)
+    return (await _classify(service, state, model, raw_scores, num_chars, encoded))[:, 0]
 
 
-def encode_classified(tokenizer: Tokenizer, inputs: Sequence[TextOrPair], encoding: EncodeOptions) -> list[TokenIds]:
-    """Token ids of texts and pairs, in the order of `inputs`. Raises: as the tokenizer."""
-    texts = [each for each in inputs if isinstance(each, str)]
-    pairs = [each for each in inputs if not isinstance(each, str)]
-    encoded = iter(tokenizer.encode(texts, encoding)), iter(tokenizer.encode_pairs(pairs, encoding))
-    return [next(encoded[not isinstance(each, str)]) for each in inputs]
+def encode_classified(
+    tokenizer: Tokenizer, inputs: Sequence[TextOrPair], encoding: EncodeOptions, first: int = 0
+) -> list[TokenIds]:
+    """Token ids of texts and pairs, in the order of `inputs`.
+
+    Args:
+        first: the number of the first of these inputs in its request, for errors.
+    Raises: as the tokenizer.
+    """
+    ids: list[TokenIds] = []
+    for is_text, run in groupby(inputs, lambda each: isinstance(each, str)):
+        encode: Callable[..., Sequence[TokenIds]] = tokenizer.encode if is_text else tokenizer.encode_pairs
+        ids += encode(list(run), encoding, first=first + len(ids))
+    return ids
 
 
 async def _classify(
@@ -80,13 +90,12 @@ async def _classify(
     model: ServedModel,
     raw_scores: bool,
     num_chars: int,
-    encode: Callable[..., Sequence[TokenIds]],
-    *args: Any,
+    encoded: Iterable[Callable[[], Sequence[TokenIds]]],
 ) -> Vectors:
     service.metrics.tei.started(state.method, state.num_inputs, "predict")
     options = EmbedOptions(normalize=False)
     try:
-        logits = (await service.compute(state, model, options, num_chars, [partial(encode, *args)], "predict")).vectors
+        logits = (await service.compute(state, model, options, num_chars, encoded, "predict")).vectors
     except NotFinite:
         raise ScoreNotFinite from None
     assert logits is not None
@@ -111,7 +120,11 @@ async def _score_hybrid(
     ragged: list[OutputName] = [name for name in ("sparse", "colbert") if name in used]
     options = EmbedOptions(pooled="dense" in used, outputs=tuple(ragged))
     # No prompt: the server's default prompt is for one kind of text, and these inputs are a query and documents.
-    result = await embed(service, state, model, [query, *texts], replace(encoding, prompt=""), options)
+    encode, plain = model.tokenizer.encode, replace(encoding, prompt="")
+    # The query is a piece of its own, so that errors have the numbers of the texts in the request.
+    encoded = chain(pieces(encode, [query], plain), pieces(encode, texts, plain))
+    service.metrics.tei.started(state.method, state.num_inputs)
+    result = await service.compute(state, model, options, state.chars_to_tokenize, encoded)
     scores = np.zeros(len(texts))
     if result.vectors is not None:
         scores += used["dense"] * (result.vectors[1:] @ result.vectors[0])

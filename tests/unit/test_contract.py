@@ -284,10 +284,10 @@ class FakeModel:
 
 
 class _BrokenTokenizer:
-    def fail(self, *args: Any) -> Any:
+    def fail(self, *args: Any, **options: Any) -> Any:
         raise TokenizerError("tokenizer error no")
 
-    encode = encode_pairs = tokens = fail
+    encode = encode_pairs = check_total = tokens = fail
 
 
 @pytest.fixture(scope="module")

@@ -412,6 +412,53 @@ def test_teis_metrics_tell_predictions_from_embeddings(serve: Serve) -> None:
     assert 'te_request_failure{err="model_type"} 1' in lines
 
 
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "path", "body", "wrong"),
+    [
+        ("reranker", "/rerank", {"query": "q", "texts": ["a", "b", "c", "\0"]}, 3),
+        ("m3", "/rerank", {"query": "q", "texts": ["a", "b", "c", "\0"]}, 3),
+        ("m3", "/rerank", {"query": "\0", "texts": ["a", "b"]}, 0),
+        ("classifier", "/predict", {"inputs": [["a"], ["b", "c"], ["d"], ["e", "\0"]]}, 3),
+        ("classifier", "/predict", {"inputs": [["a", "b"], ["c", "d"], ["\0"]]}, 2),
+    ],
+)
+def test_errors_name_the_input_by_its_number_in_the_request(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, large: bool, kind: str, path: str, body: Any, wrong: int
+) -> None:
+    if large:
+        monkeypatch.setattr("serve_app.compute.embedding._PIECE", 2)
+        monkeypatch.setattr(service, "_INLINE_CHARS", 0)
+    assert f"NUL characters, input {wrong} does" in serve(kind).refused(path, **body)[2]
+
+
+@pytest.mark.parametrize(("kind", "num_turns"), [("classifier", 3), ("reranker", 3), ("m3", 4)])
+def test_a_large_request_is_scored_as_its_parts_are_and_tokenised_in_turns(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, kind: str, num_turns: int
+) -> None:
+    served, texts = serve(kind), [f"number {index}" for index in range(5)]
+    path, body = "/rerank", {"query": "q", "texts": texts}
+    if kind == "classifier":
+        path, body = "/predict", {"inputs": [[texts[0]], texts[:2], texts[1:3], [texts[3]], texts[3:]]}
+    expected = served.post(path, **body)
+    turn, turns = service.Service.turn, list[Any]()
+    monkeypatch.setattr("serve_app.compute.embedding._PIECE", 2)
+    monkeypatch.setattr(service, "_INLINE_CHARS", 0)
+    monkeypatch.setattr(service.Service, "turn", lambda *args: turns.append(args) or turn(*args))
+    assert served.post(path, **body) == expected
+    assert len(turns) == num_turns
+
+
+def test_a_template_s_limit_of_characters_is_of_all_pairs_of_a_request(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve("reranker")
+    tokenizer = served.model.tokenizer
+    served.model.tokenizer = Tokenizer(tokenizer._tokenizer, replace(tokenizer._config, instruction="find"))
+    monkeypatch.setattr("serve_app.compute.embedding._PIECE", 2)
+    monkeypatch.setattr("engine.text.tokenizer._MAX_INSTRUCT_CHARS", 100)
+    assert len(served.post("/rerank", query="q" * 15, texts=["text"] * 4)) == 4
+    assert "send fewer documents or a shorter query" in served.refused("/rerank", query="q" * 15, texts=["text"] * 5)[2]
+
+
 # Tokens.
 
 
