@@ -254,6 +254,11 @@ class Tokenizer:
             [(position(at[first][0]), position(at[last][1])) for first, last in chunks],
         )
 
+    def longest_text(self, options: EncodeOptions) -> int:
+        """Returns the most tokens of a text that no truncation cuts: the limit minus special tokens and the prompt's tokens."""
+        (prompt,) = self._encode_batch([self._prompt_text(options)], add_special_tokens=False)
+        return self._limit(options) - self.num_special - len(prompt)
+
     def decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         """Each sequence's text. Raises: EmptyInput for a sequence without ids, InvalidInput for ids outside the vocabulary."""
         for index, ids in enumerate(sequences):

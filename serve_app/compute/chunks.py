@@ -50,13 +50,17 @@ async def embed_chunks(
     Raises: as `embed`; InvalidInput if the model's pooling does not allow late chunking, or for a text of more than `MOST_CHARS`
         characters; BatchTooLarge for too many chunks.
     """
+    check_options(model, options, dtypes)
     late = chunking.pooling == "late"
     if late:
         check_outputs(EmbedOptions(outputs=("chunks",)), model.info.outputs, model.info.pooling, ())
-    check_options(model, options, dtypes)
-    longest = model.info.max_input_length - model.tokenizer.num_special
-    if not late and chunking.size > longest:
-        raise InvalidInput(f"`chunking.size` must be at most {longest}, the model's limit. Given: {chunking.size}")
+    else:
+        longest = await service.off_loop(len(encoding.prompt or ""), model.tokenizer.longest_text, encoding)
+        if chunking.size > longest:
+            raise InvalidInput(
+                f"`chunking.size` must be at most {longest}, the model's limit minus special tokens and the prompt. "
+                f"Given: {chunking.size}"
+            )
     cut = await _cut(service, state, model, texts, chunking, encoding if late else None)
     if late:
         return await _embed_late(service, state, model, cut, options)

@@ -545,6 +545,15 @@ def test_each_chunk_has_the_vector_of_its_text(serve: Serve, path: str) -> None:
         np.testing.assert_allclose([each["embedding"] for each in chunks], served.vectors(*pieces), rtol=1e-6)
 
 
+@pytest.mark.parametrize("prompt", ["", "query: "])
+def test_the_longest_chunk_loses_no_token(serve: Serve, prompt: str) -> None:
+    served = serve("cls")
+    text, size = "word " * 300, served.model.tokenizer.longest_text(EncodeOptions(prompt=prompt))
+    (chunks,) = served.post("/embed", inputs=[text], chunking={"size": size}, prompt=prompt, truncate=False)
+    (ids,) = served.model.tokenizer.encode([prompt + text[: chunks[0]["end"]]], EncodeOptions(truncate=False))
+    assert len(ids) == served.model.tokenizer.max_input_length
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_mean_of_chunks_counts_tokens(serve: Serve, normalize: bool) -> None:
     served = serve("cls")
@@ -613,6 +622,8 @@ def test_chunking_refuses_what_it_cannot_do(serve: Serve) -> None:
     long = served.refused("/embed", inputs=["x", "a" * 500_001], chunking={"size": 10})
     assert long[2].endswith("`chunking` takes 500000 characters of a text, input 1 has 500001; send it in parts")
     assert "must be at most 254" in served.refused("/embed", inputs=LONG, chunking={"size": 255})[2]
+    prompted = served.refused("/embed", inputs=LONG, chunking={"size": 253}, prompt="query: ")
+    assert "must be at most 252, the model's limit minus special tokens and the prompt" in prompted[2]
     wrapped = served.refused("/vertex", instances=[{"inputs": LONG, "chunking": {"size": 8}}])
     assert wrapped == (422, "Validation", "instances.0: `chunking` is not available here; send it to /embed")
     for chunking in ({"size": 0}, {"size": 4, "overlap": 4}, {"overlap": 1}, {"size": 4, "pooling": "max"}, 3):
