@@ -2,11 +2,12 @@
 
 import reprlib
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from yaml.composer import ComposerError
 
 from engine.errors import EmberError
 
@@ -17,6 +18,25 @@ _LONGEST_VALUE = 200  # characters of a value in an error
 
 class ClusterError(EmberError):
     """A file, a node or a plan cannot be used. The text names it, the value and what to do."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses two equal keys in a mapping. PyYAML would silently take the value of the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    raise ComposerError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                seen.add((key.tag, key.value))
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """Reads YAML into plain data. Raises: yaml.YAMLError, also for two equal keys in a mapping; ValueError."""
+    return yaml.load(text, _Loader)  # noqa: S506
 
 
 def read_yaml(path: Path, schema: type[File]) -> File:
@@ -30,7 +50,7 @@ def read_yaml(path: Path, schema: type[File]) -> File:
 def parse_yaml(text: str, name: str, schema: type[File]) -> File:
     """Reads YAML as `schema`. Raises: ClusterError with `name`, the wrong line, and the reason as in `read_yaml`."""
     try:
-        return schema.model_validate(yaml.safe_load(text))
+        return schema.model_validate(load_yaml(text))
     except ValidationError as error:
         errors = error.errors(include_url=False)
         # A misspelt key often gives two errors. The one for the unknown key says more than "missing".

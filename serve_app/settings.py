@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from cluster.files import load_yaml
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
 from cluster.settings import Names, ServerSettings
 from engine.errors import EmberError
@@ -153,7 +154,7 @@ def _read_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SettingsError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(content, dict | None):

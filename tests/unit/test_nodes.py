@@ -87,6 +87,8 @@ def test_a_class_is_a_label_however_long_the_cards_name() -> None:
         ("- a", ["the file is ['a']", "a mapping with nodes"]),
         ("nodes: [7]", ["nodes.0 is 7", "a mapping with name, arch"]),
         ("nodes: [{name: a, ram_gib: [}]", ["cannot be read", "line 1"]),
+        ("nodes: [{name: a, ram_gib: 9, ram_gib: 8}]", ["the key 'ram_gib' is there twice", "line 1"]),
+        ("nodes: [{name: a, ram_gib: 9}]\nnodes: [{name: b, ram_gib: 9}]", ["the key 'nodes' is there twice", "line 2"]),
         ("nodes: [{name: a, ram_gib: -1}]", ["nodes.0.ram_gib = -1", "greater than 0"]),
         ("nodes: [{name: a, ram_gib: .inf}]", ["nodes.0.ram_gib = inf", "finite"]),
         ("nodes: [{name: a, ram_gib: 9, arch: sparc}]", ["nodes.0.arch = 'sparc'", "x86_64"]),
