@@ -2,12 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.files import parse_yaml, read_yaml
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
+from cluster.numbers import Float, Int
 from cluster.settings import ServerSettings
 
 
@@ -18,20 +19,21 @@ class ModelEntry(ModelSpec):
     `context` tokens at once. `cluster/generation.py` has the defaults.
     """
 
-    min_replicas: int = Field(1, ge=0)
-    max_replicas: PositiveInt | None = None  # None: min_replicas, at least one
+    min_replicas: Int = Field(1, ge=0)
+    max_replicas: Int | None = Field(None, gt=0)  # None: min_replicas, at least one
     aliases: tuple[str, ...] = ()
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
-    tokens_per_s: dict[str, PositiveFloat] = {}  # measured by the operator, by node class; for a generation model, of decode
-    context: PositiveInt | None = None  # tokens of the longest stream: prompt and answer
-    streams: PositiveInt | None = None
+    # Measured by the operator, by node class; for a generation model, of decode.
+    tokens_per_s: dict[str, Annotated[Float, Field(gt=0)]] = {}
+    context: Int | None = Field(None, gt=0)  # tokens of the longest stream: prompt and answer
+    streams: Int | None = Field(None, gt=0)
     # Cards that share the layers: of one node, or of several where no node holds the model. None: the fewest that hold it.
-    pipeline: PositiveInt | None = None
+    pipeline: Int | None = Field(None, gt=0)
     # A new version runs beside the old one for some time, and gets this percentage of the requests. None: it replaces
     # the old one.
-    canary: int | None = Field(None, ge=1, le=50)
-    canary_s: PositiveFloat = 300.0
+    canary: Int | None = Field(None, ge=1, le=50)
+    canary_s: Float = Field(300.0, gt=0)
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
@@ -65,8 +67,8 @@ class ModelsFile(BaseModel):
 
     models: tuple[ModelEntry, ...] = Field(min_length=1)
     default: str | None = None
-    gateways: PositiveInt = 1  # replicas of the gateway
-    network_gbit_s: PositiveFloat = 1.0  # between the nodes, for models whose stages are on several nodes
+    gateways: Int = Field(1, gt=0)  # replicas of the gateway
+    network_gbit_s: Float = Field(1.0, gt=0)  # between the nodes, for models whose stages are on several nodes
     asleep: Literal["wait", "refuse"] = "wait"  # what happens to a request that starts a sleeping model
     settings: ServerSettings = ServerSettings()
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from cluster.files import ClusterError, read_yaml
 from cluster.measurement import Measurement
+from cluster.numbers import Float, Int
 from engine.host import UNIFIED_RESERVE as UNIFIED_RESERVE
 
 GIB = 1 << 30
@@ -162,7 +163,7 @@ def _known_arch(machine: str) -> str:
 class _FileCard(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(min_length=1)
-    vram_gib: float = Field(gt=0, allow_inf_nan=False)
+    vram_gib: Float = Field(gt=0, allow_inf_nan=False)
     unified: bool = False
 
 
@@ -170,10 +171,10 @@ class _FileNode(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: Annotated[str, AfterValidator(_label)]
     arch: Annotated[str, AfterValidator(_known_arch)] = "x86_64"
-    ram_gib: float = Field(gt=0, allow_inf_nan=False)
-    cpus: int = Field(8, gt=0)
+    ram_gib: Float = Field(gt=0, allow_inf_nan=False)
+    cpus: Int = Field(8, gt=0)
     gpus: list[_FileCard] = []
-    reserve_gib: Annotated[float | None, Field(ge=0, allow_inf_nan=False)] = None
+    reserve_gib: Float | None = Field(None, ge=0, allow_inf_nan=False)
 
 
 class _File(BaseModel):

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from cluster.numbers import Float, Int
+
 _HASHED = re.compile(r"sha256:[0-9a-f]{64}")
 
 
@@ -50,23 +52,23 @@ class ServerSettings(BaseModel):
         "0.0.0.0",  # noqa: S104
         description="Address to listen on; without an API key `serve` listens on 127.0.0.1 by default",
     )
-    port: int = Field(8000, ge=1, le=65535, description="Port to listen on")
-    grpc_port: int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
-    max_concurrent_requests: int = Field(
+    port: Int = Field(8000, ge=1, le=65535, description="Port to listen on")
+    grpc_port: Int | None = Field(None, ge=1, le=65535, description="Port of TEI's gRPC services [default: none]")
+    max_concurrent_requests: Int = Field(
         512,
         ge=1,
         description="The most requests in flight at a server, or at each gateway of a cluster; further requests get 429. "
         "The default of `serve` with more than four gateways is 128 for each gateway",
     )
-    max_client_batch_size: int = Field(2048, ge=1, description="The most inputs in a request; a request with more gets 422")
-    payload_limit: int = Field(8_000_000, ge=1, description="The most bytes of a request body; a larger body gets 413")
+    max_client_batch_size: Int = Field(2048, ge=1, description="The most inputs in a request; a request with more gets 422")
+    payload_limit: Int = Field(8_000_000, ge=1, description="The most bytes of a request body; a larger body gets 413")
     auto_truncate: bool = Field(True, description="Truncate inputs over the model's limit if the request has no `truncate`")
-    request_timeout_s: float = Field(
+    request_timeout_s: Float = Field(
         60.0,
         gt=0,
         description="Timeout of a request in seconds, for generated text until its first token; then the request gets 504",
     )
-    send_timeout_s: float = Field(
+    send_timeout_s: Float = Field(
         30.0, gt=0, description="Seconds that a client may stop reading a stream; then the server closes the connection"
     )
     api_key: Annotated[str | None, BeforeValidator(_api_key)] = Field(
@@ -80,7 +82,7 @@ class ServerSettings(BaseModel):
         ("*",), description="Origins of web pages that may call this server from a browser; * means all"
     )
     access_log: bool = Field(False, description="Write a log line for each request")
-    cache_bytes: int = Field(
+    cache_bytes: Int = Field(
         0, ge=0, description="Size in bytes of a replica's cache, which keeps vectors of earlier inputs; 0 for no cache"
     )
     share_cache_between_keys: bool = Field(

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from cluster.files import load_yaml
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
+from cluster.numbers import Int
 from cluster.settings import Names, ServerSettings
 from engine.errors import EmberError
 from engine.model_id import EMBEDDED_MODEL, is_path, split_revision
@@ -55,13 +56,13 @@ class Settings(ServerSettings, ModelOptions):
         (EMBEDDED_MODEL,), description="Models to serve: local folders or Hub ids; the default needs no network", min_length=1
     )
     served_model_name: Names = Field((), description="Names that clients use, one for each model [default: the model's own name]")
-    gateways: int | None = Field(
+    gateways: Int | None = Field(
         None,
         ge=0,
         description="Number of gateways, the processes that take requests; with 0 the replicas of a single model take them "
         "[default: by cores and model]",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of a replica [default: the cores that Ray gives it]")
+    num_threads: Int | None = Field(None, ge=1, description="CPU threads of a replica [default: the cores that Ray gives it]")
     devices: Devices = Field(
         (),
         description="Numbers of the GPUs of this machine that share the layers of a decoder model, for example 0,1; "

@@ -468,6 +468,14 @@ BAD_MODELS = [
         ["models.0", "max_replicas is 2, less than min_replicas, 3"],
     ),
     ("models: [{name: a, model: x, min_replicas: -1}]", ["models.0.min_replicas = -1", "greater than or equal to 0"]),
+    *(
+        (f"models: [{{name: a, model: x, {key}: yes}}]", [f"models.0.{key} = True: expected a number"])
+        for key in ("min_replicas", "max_replicas", "canary", "canary_s", "pipeline", "context", "streams", "max_batch_tokens")
+    ),
+    ("models: [{name: a, model: x, tokens_per_s: {c: yes}}]", ["models.0.tokens_per_s.c = True: expected a number"]),
+    ("models: [{name: a, model: x}]\ngateways: yes", ["gateways = True: expected a number"]),
+    ("models: [{name: a, model: x}]\nnetwork_gbit_s: yes", ["network_gbit_s = True: expected a number"]),
+    ("models: [{name: a, model: x}]\nsettings: {cache_bytes: on}", ["settings.cache_bytes = True: expected a number"]),
     ("models: [{name: a, model: x, tokens_per_s: {c: 0}}]", ["models.0.tokens_per_s.c = 0", "greater than 0"]),
     ("models: [{name: a, model: x}, {name: a, model: y}]", ["two models are called 'a'", "differ"]),
     ("models: [{name: a, model: x}, {name: b, model: y, aliases: [a]}]", ["two models are called 'a'", "differ"]),

@@ -31,6 +31,7 @@ def test_lists_come_from_flags_and_comma_separated_variables() -> None:
     ("flags", "env", "parts"),
     [
         ({"port": "0"}, {}, ["--port = '0'", "greater than or equal to 1"]),
+        ({"port": True}, {}, ["--port = True", "expected a number"]),  # `port: yes` in a file
         ({"port": "x"}, {}, ["--port = 'x'", "valid integer"]),
         ({}, {"EMBERFORGE_MAX_BATCH_TOKENS": "-5"}, ["EMBERFORGE_MAX_BATCH_TOKENS = '-5'", "greater than or equal to 1"]),
         ({}, {"EMBERFORGE_PRT": "5"}, ["EMBERFORGE_PRT is not a setting", "port"]),
