@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from cluster.numbers import Int
+from cluster.numbers import MOST_TOKENS, Int
 from engine.model.config import Backend, DtypeName, KvCacheDtype, Pooling
 
 IDLE_PROMPTS = (
@@ -63,12 +63,15 @@ class ModelOptions(BaseModel):
         description="The text of that prompt, instead of its name; empty for no prompt [default: what the model's folder says]",
     )
     max_batch_tokens: Int | None = Field(
-        None, ge=1, description="The most tokens of a batch [default: measured on a GPU, 2048 on a CPU]"
+        None, ge=1, le=MOST_TOKENS, description="The most tokens of a batch [default: measured on a GPU, 2048 on a CPU]"
     )
-    max_input_tokens: Int | None = Field(None, ge=1, description="The most tokens of an input [default: the model's own limit]")
+    max_input_tokens: Int | None = Field(
+        None, ge=1, le=MOST_TOKENS, description="The most tokens of an input [default: the model's own limit]"
+    )
     cache_tokens: Int | None = Field(
         None,
         ge=1,
+        le=MOST_TOKENS,
         description="Size of the KV cache in tokens, for a generation model [default: by the free memory]",
     )
     kv_cache_dtype: KvCacheDtype = Field(

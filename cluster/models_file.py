@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.files import parse_yaml, read_yaml
 from cluster.model_spec import ModelOptions, ModelSpec, pool_name
-from cluster.numbers import Float, Int
+from cluster.numbers import MOST, MOST_RATE, MOST_S, MOST_TOKENS, Float, Int
 from cluster.settings import ServerSettings
 
 
@@ -19,21 +19,21 @@ class ModelEntry(ModelSpec):
     `context` tokens at once. `cluster/generation.py` has the defaults.
     """
 
-    min_replicas: Int = Field(1, ge=0)
-    max_replicas: Int | None = Field(None, gt=0)  # None: min_replicas, at least one
+    min_replicas: Int = Field(1, ge=0, le=MOST)
+    max_replicas: Int | None = Field(None, gt=0, le=MOST)  # None: min_replicas, at least one
     aliases: tuple[str, ...] = ()
     nodes: tuple[str, ...] | None = None
     not_nodes: tuple[str, ...] = ()
     # Measured by the operator, by node class; for a generation model, of decode.
-    tokens_per_s: dict[str, Annotated[Float, Field(gt=0)]] = {}
-    context: Int | None = Field(None, gt=0)  # tokens of the longest stream: prompt and answer
-    streams: Int | None = Field(None, gt=0)
+    tokens_per_s: dict[str, Annotated[Float, Field(gt=0, le=MOST_RATE)]] = {}
+    context: Int | None = Field(None, gt=0, le=MOST_TOKENS)  # tokens of the longest stream: prompt and answer
+    streams: Int | None = Field(None, gt=0, le=MOST)
     # Cards that share the layers: of one node, or of several where no node holds the model. None: the fewest that hold it.
-    pipeline: Int | None = Field(None, gt=0)
+    pipeline: Int | None = Field(None, gt=0, le=MOST)
     # A new version runs beside the old one for some time, and gets this percentage of the requests. None: it replaces
     # the old one.
     canary: Int | None = Field(None, ge=1, le=50)
-    canary_s: Float = Field(300.0, gt=0)
+    canary_s: Float = Field(300.0, gt=0, le=MOST_S)
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "ModelEntry":
@@ -67,8 +67,8 @@ class ModelsFile(BaseModel):
 
     models: tuple[ModelEntry, ...] = Field(min_length=1)
     default: str | None = None
-    gateways: Int = Field(1, gt=0)  # replicas of the gateway
-    network_gbit_s: Float = Field(1.0, gt=0)  # between the nodes, for models whose stages are on several nodes
+    gateways: Int = Field(1, gt=0, le=MOST)  # replicas of the gateway
+    network_gbit_s: Float = Field(1.0, gt=0, le=MOST_RATE)  # between the nodes, for models whose stages are on several nodes
     asleep: Literal["wait", "refuse"] = "wait"  # what happens to a request that starts a sleeping model
     settings: ServerSettings = ServerSettings()
 

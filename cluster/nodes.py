@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from cluster.files import ClusterError, read_yaml
 from cluster.measurement import Measurement
-from cluster.numbers import Float, Int
+from cluster.numbers import MOST, MOST_GIB, Float, Int
 from engine.host import UNIFIED_RESERVE as UNIFIED_RESERVE
 
 GIB = 1 << 30
@@ -163,7 +163,7 @@ def _known_arch(machine: str) -> str:
 class _FileCard(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(min_length=1)
-    vram_gib: Float = Field(gt=0, allow_inf_nan=False)
+    vram_gib: Float = Field(gt=0, le=MOST_GIB)
     unified: bool = False
 
 
@@ -171,10 +171,10 @@ class _FileNode(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: Annotated[str, AfterValidator(_label)]
     arch: Annotated[str, AfterValidator(_known_arch)] = "x86_64"
-    ram_gib: Float = Field(gt=0, allow_inf_nan=False)
-    cpus: Int = Field(8, gt=0)
+    ram_gib: Float = Field(gt=0, le=MOST_GIB)
+    cpus: Int = Field(8, gt=0, le=MOST)
     gpus: list[_FileCard] = []
-    reserve_gib: Float | None = Field(None, ge=0, allow_inf_nan=False)
+    reserve_gib: Float | None = Field(None, ge=0, le=MOST_GIB)
 
 
 class _File(BaseModel):

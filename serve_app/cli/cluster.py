@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from cluster.files import ClusterError
 from cluster.node_head import DEFAULT_DASHBOARD_PORT, DEFAULT_PORT
+from cluster.numbers import MOST_GIB
 from serve_app.cli.console import console, say
 
 
@@ -69,10 +70,10 @@ def start_node(
     name: Annotated[str | None, typer.Option(help=escape("Name of the node [default: the host's name]"))] = None,
     reserve_gib: Annotated[
         float | None,
-        typer.Option(min=0, help=escape("GiB that models leave free on each card [default: by the kind of node]")),
+        typer.Option(min=0, max=MOST_GIB, help=escape("GiB that models leave free on each card [default: by the kind of node]")),
     ] = None,
     object_store_gib: Annotated[
-        float | None, typer.Option(help=escape("GiB of Ray's object store [default: 2, at most a tenth of memory]"))
+        float | None, typer.Option(max=MOST_GIB, help=escape("GiB of Ray's object store [default: 2, at most a tenth of memory]"))
     ] = None,
     dashboard_port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of Ray's dashboard, on the head")

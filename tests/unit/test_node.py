@@ -73,6 +73,15 @@ def test_the_command_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch)
     assert given == expected | {"head": False, "address": "h:1"}
 
 
+@pytest.mark.parametrize("option", ["--reserve-gib", "--object-store-gib"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e10"])
+def test_a_size_beyond_any_machine_is_refused(option: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "start", lambda *_, **__: pytest.fail("the node starts"))
+    done = CliRunner().invoke(cli, ["node", "start", "--head", option, value])
+    assert done.exit_code == 2
+    assert option in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

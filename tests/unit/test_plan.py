@@ -476,6 +476,13 @@ BAD_MODELS = [
     ("models: [{name: a, model: x}]\ngateways: yes", ["gateways = True: expected a number"]),
     ("models: [{name: a, model: x}]\nnetwork_gbit_s: yes", ["network_gbit_s = True: expected a number"]),
     ("models: [{name: a, model: x}]\nsettings: {cache_bytes: on}", ["settings.cache_bytes = True: expected a number"]),
+    *(
+        (f"models: [{{name: a, model: x, {key}: 1{'0' * 23}}}]", [f"models.0.{key} = 1000", "less than or equal to"])
+        for key in ("min_replicas", "max_replicas", "pipeline", "context", "streams", "cache_tokens", "max_batch_tokens")
+    ),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, streams: 1000000000}]", ["models.0.streams", "less than or equal to 100000"]),
+    ("models: [{name: a, model: Qwen/Qwen3-4B, pipeline: 1000000000}]", ["models.0.pipeline", "less than or equal to 100000"]),
+    ("models: [{name: a, model: x, tokens_per_s: {c: .inf}}]", ["models.0.tokens_per_s.c = inf", "less than or equal to"]),
     ("models: [{name: a, model: x, tokens_per_s: {c: 0}}]", ["models.0.tokens_per_s.c = 0", "greater than 0"]),
     ("models: [{name: a, model: x}, {name: a, model: y}]", ["two models are called 'a'", "differ"]),
     ("models: [{name: a, model: x}, {name: b, model: y, aliases: [a]}]", ["two models are called 'a'", "differ"]),
