@@ -38,8 +38,9 @@ class RemoteWorker:
     def __init__(self, url: str, model: str | None, api_key: str | None, num_calls: int, task: Task, ranks: bool) -> None:
         """`model` None means the server's first model.
 
-        Raises: CorpusError for a server that does not answer, and a model that does not fit.
+        Raises: CorpusError for a wrong URL, a server that does not answer, and a model that does not fit.
         """
+        _check_url(url)
         self._url, self.num_calls, self._task = url.rstrip("/"), num_calls, task
         self._headers = {"content-type": "application/json", "x-priority": "batch"}
         if api_key is not None:
@@ -121,6 +122,17 @@ class RemoteWorker:
                 f"{self._url} has revision {revision} of {self.model} now, but the job began with {self.revision}: "
                 "a folder must not mix results of two revisions; begin with a new folder"
             )
+
+
+def _check_url(url: str) -> None:
+    """Raises: CorpusError for a text that is not the URL of a server."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise CorpusError(f"--url {url!r} is not the URL of a server, such as http://127.0.0.1:8000")
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -439,6 +440,12 @@ def test_an_option_that_a_job_does_not_use_is_refused(kind: Kind, task: Task, op
     check_options(Task(), kind)
     with pytest.raises(CorpusError, match=f"^{option} is not used for the result '{kind}'"):
         check_options(task, kind)
+
+
+@pytest.mark.parametrize("url", ["foo", "", "localhost:8000", "http://", "http://[::1", "file:///etc/hosts"])
+def test_a_wrong_url_is_named(url: str) -> None:
+    with pytest.raises(CorpusError, match=rf"^--url '{re.escape(url)}' is not the URL of a server"):
+        RemoteWorker(url, None, None, 4, Task(), ranks=False)
 
 
 def test_a_server_that_is_not_there_is_told_at_once() -> None:
