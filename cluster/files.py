@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
 
 from engine.errors import EmberError
 
@@ -21,7 +22,10 @@ class ClusterError(EmberError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses two equal keys in a mapping. PyYAML would silently take the value of the last one."""
+    """Refuses two equal keys in a mapping. PyYAML would silently take the value of the last one.
+
+    PyYAML raises any exception for a value of a wrong form, such as `!!int ''`. Here it becomes a YAMLError with the line.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -33,9 +37,16 @@ class _Loader(yaml.SafeLoader):
                 seen.add((key.tag, key.value))
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, ValueError) as error:
+            form = node.tag.rpartition(":")[2]
+            raise ConstructorError(None, None, f"{_short(node.value)} is not a valid {form}", node.start_mark) from error
+
 
 def load_yaml(text: str) -> Any:
-    """Reads YAML into plain data. Raises: yaml.YAMLError, also for two equal keys in a mapping; ValueError."""
+    """Reads YAML into plain data. Raises: yaml.YAMLError, also for two equal keys in a mapping."""
     return yaml.load(text, _Loader)  # noqa: S506
 
 

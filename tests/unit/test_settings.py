@@ -62,7 +62,7 @@ def test_the_environment_of_other_parts_is_no_setting() -> None:
     assert load_settings({}, others) == load_settings({}, {})
 
 
-@pytest.mark.parametrize("content", ["prot: 1\n", "- a\n", "a: [\n", "port: 1\nport: 2\n"])
+@pytest.mark.parametrize("content", ["prot: 1\n", "- a\n", "a: [\n", "port: 1\nport: 2\n", "port: !!bool foo\n"])
 def test_a_bad_file_is_named(tmp_path: Path, content: str) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(content)
