@@ -6,6 +6,7 @@ torch, Ray and other slow modules when it runs.
 
 import errno
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -31,6 +32,9 @@ cli = typer.Typer(
 
 def run() -> None:
     """Runs the command line. An error meant for the user is one line on stderr, with exit status 1."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # In a locale without Unicode, a name or an answer could otherwise end the command with a UnicodeEncodeError.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         check_refused(sys.argv[1:])
         cli(tei.with_values(sys.argv[1:]))

@@ -1,6 +1,7 @@
 """The command: its start time, and its one-line errors instead of tracebacks."""
 
 import errno
+import io
 import json
 import os
 import socket
@@ -118,6 +119,19 @@ def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: py
     fail(errno.EBADF)
     with pytest.raises(OSError, match="Bad file"):
         commands.run()
+
+
+def test_a_plan_is_shown_in_a_locale_without_unicode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models, nodes = tmp_path / "models.yaml", tmp_path / "nodes.yaml"
+    models.write_text("models: [{name: modèle, model: all-MiniLM-L6-v2}]", encoding="utf-8")
+    nodes.write_text("nodes: [{name: a, ram_gib: 32}]")
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["emberforge", "plan", "--models", str(models), "--inventory", str(nodes)])
+    with pytest.raises(SystemExit) as ended:
+        commands.run()
+    assert ended.value.code == 0
+    assert rb"mod\xe8le" in shown.getvalue()
 
 
 # Modules whose import takes a tenth of a second or more, including the modules that they import.
