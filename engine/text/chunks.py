@@ -1,6 +1,6 @@
 """Chunks of a tokenised text, in tokens and in characters. No torch here."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,8 +34,8 @@ def windows(tokens: Sequence[int], size: int, overlap: int, most: int, index: in
     return [(tokens[start], tokens[min(start + size, len(tokens)) - 1]) for start in starts]
 
 
-def original_position(text: str, lower_case: bool, before: int, dropped: int) -> Callable[[int], int]:
-    """Returns a function from positions in the tokenised text to positions in the text as the client sent it.
+def original_span(text: str, lower_case: bool, before: int, dropped: int) -> Callable[[int, int], tuple[int, int]]:
+    """Returns a function from spans [start, stop) of the tokenised text to spans of the text as the client sent it.
 
     Args:
         text: the part of the client's text that was tokenised. With `lower_case`, it was tokenised in lower case, which may have
@@ -43,7 +43,14 @@ def original_position(text: str, lower_case: bool, before: int, dropped: int) ->
         before: characters of the prompt before the text.
         dropped: characters of the client's text before `text`.
     """
+    shift = dropped - before
     if not lower_case or len(text.lower()) == len(text):
-        return lambda position: max(0, position - before) + dropped
+        return lambda start, stop: (max(dropped, start + shift), max(dropped, stop + shift))
     ends = list(accumulate(len(char.lower()) for char in text))
-    return lambda position: bisect_right(ends, max(0, position - before)) + dropped
+
+    def span(start: int, stop: int) -> tuple[int, int]:
+        """A span that ends within the lower case of a character has the whole character."""
+        start, stop = max(0, start - before), max(0, stop - before)
+        return bisect_right(ends, start) + dropped, (bisect_left(ends, stop) + 1 if stop else 0) + dropped
+
+    return span

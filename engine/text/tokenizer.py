@@ -21,7 +21,7 @@ from engine.model.config import ModelConfig, named_prompt
 from engine.model.keys import Keys, read_object
 from engine.options import Direction, EncodeOptions, Input, InputType, TokenIds
 from engine.sequences import Sequences
-from engine.text.chunks import ChunkedText, original_position, windows
+from engine.text.chunks import ChunkedText, original_span, windows
 from engine.text.ids import checked_ids
 from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
 from engine.text.word_table import WordTable
@@ -216,8 +216,8 @@ class Tokenizer:
         longest = max(map(len, encodings), default=0)
         if longest > _MOST_SHOWN_TOKENS:
             raise InvalidInput(f"a text has {longest} tokens, the limit is {_MOST_SHOWN_TOKENS}; send it in parts")
-        positions = [original_position(text, self._config.lower_case, before=0, dropped=0) for text in whole]
-        return [_tokens_of(*each) for each in zip(whole, encodings, positions, strict=True)]
+        spans = [original_span(text, self._config.lower_case, before=0, dropped=0) for text in whole]
+        return [_tokens_of(*each) for each in zip(whole, encodings, spans, strict=True)]
 
     def chunk(self, index: int, text: str, size: int, overlap: int, most: int, whole: EncodeOptions | None) -> ChunkedText:
         """Split a text into chunks of `size` tokens. The last chunk may have fewer. A text without a token is one chunk.
@@ -247,11 +247,11 @@ class Tokenizer:
                 raise EmptyInput("`inputs` cannot be empty")
             return ChunkedText(token_ids, ((0, max(1, len(token_ids))),), [(0, len(text))])
         chunks, shift = windows(content, size, overlap, most, index), len(prefix) - kept.start
-        position = original_position(texts[0], self._config.lower_case, len(prompt), dropped)
+        span = original_span(texts[0], self._config.lower_case, len(prompt), dropped)
         return ChunkedText(
             token_ids,
             tuple((first + shift, last + 1 + shift) for first, last in chunks),
-            [(position(at[first][0]), position(at[last][1])) for first, last in chunks],
+            [span(at[first][0], at[last][1]) for first, last in chunks],
         )
 
     def longest_text(self, options: EncodeOptions) -> int:
@@ -498,11 +498,11 @@ def _add_end_of_text(tokenizer: HFTokenizer, config: Keys) -> None:
     tokenizer.post_processor = TemplateProcessing(single=parts, pair=pair, special_tokens=specials)
 
 
-def _tokens_of(text: str, encoding: Encoding, position: Callable[[int], int]) -> list[Token]:
+def _tokens_of(text: str, encoding: Encoding, span: Callable[[int, int], tuple[int, int]]) -> list[Token]:
     """Returns an encoding's tokens. `tokenizers` gives offsets in characters, TEI answers with bytes.
 
     Args:
-        position: gives the position in `text` of a position in the tokenised text, which may be in lower case.
+        span: gives the span of `text` for a span of the tokenised text, which may be in lower case.
     """
     code_points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
     num_bytes = 1 + sum((code_points >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
@@ -514,6 +514,6 @@ def _tokens_of(text: str, encoding: Encoding, position: Callable[[int], int]) ->
         if special:
             tokens.append(Token(token_id, name, True, None, None))
         else:
-            start, stop = map(position, offsets)
+            start, stop = span(*offsets)
             tokens.append(Token(token_id, text[start:stop], False, int(byte_at[start]), int(byte_at[stop])))
     return tokens

@@ -61,6 +61,8 @@ async def rerank(
         if instruction is not None:
             raise InvalidInput("`instruction` is for rerankers with a template, but this model has no template; leave it out")
         return await _score_hybrid(service, state, model, query, texts, encoding, weights or HybridWeights())
+    if weights is not None:
+        raise InvalidInput("`weights` are for models with several scores, but this model has one; leave them out")
     pairs = [(query, text) for text in texts]
     model.tokenizer.check_total(pairs, instruction)
     num_chars = state.chars_to_tokenize + len(instruction or "") * len(pairs)

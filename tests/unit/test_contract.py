@@ -166,6 +166,8 @@ FAILURES = [
     Failure("an empty pair", RERANK, 400, "Empty", EMPTY, bodies=BOTH_EMPTY),
     Failure("an empty list of ids", IDS, 400, "Empty", EMPTY, []),
     Failure("no texts", ["/rerank"], 400, "Empty", "`texts` cannot be empty", []),
+    Failure("weights of one score", RERANK, 422, "Validation", P + "`weights` are for models with several scores, but this model "
+            "has one; leave them out", ["x"], {"weights": {"dense": 1}}),
     Failure("no documents", ["/v1/rerank", "/v2/rerank"], 400, "Empty", "`documents` cannot be empty", []),
     Failure(
         "no sentences", ["/similarity"], 400, "Empty", "`inputs.sentences` cannot be empty",

@@ -524,6 +524,9 @@ def test_offsets_are_of_the_text_as_it_was_sent(tokenizer: Tokenizer) -> None:
     chunked = lower.chunk(0, text, 1, 0, 1000, None)
     assert text[slice(*chunked.offsets[-1])] == "WORDS"
     assert chunked.offsets[0][0] == 0
+    # Here a token ends after the first of the two characters, because this tokenizer drops the accent.
+    assert lower.chunk(0, "a İ b", 1, 0, 1000, None).offsets == [(0, 1), (2, 3), (4, 5)]
+    assert [(each.text, each.start, each.stop) for each in lower.tokens(["İ"], False, EncodeOptions())[0]] == [("İ", 0, 2)]
 
 
 @pytest.mark.parametrize("path", ["/embed", "/v1/embeddings"])
