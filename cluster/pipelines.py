@@ -98,23 +98,40 @@ def arrange(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT
     if not several:
         return place(demands, slots, steps), slots
     several.sort(key=lambda demand: (-max(demand.cards_on.values()), -max(demand.bytes_on.values()), demand.model))
+
+    def lack(found: tuple[Placement, list[Slot]]) -> tuple[int, int]:
+        return sum(found[0].missing.values()), len(demands) - len({each.model for each in found[0].replicas})
+
+    found = _arranged(demands, several, slots, steps, starts_first=True)
+    if any(lack(found)) and not all(each.min_replicas for each in several):
+        # The cards for the start of a sleeping pipeline may be the only ones for another model.
+        found = min(found, _arranged(demands, several, slots, steps, starts_first=False), key=lack)
+    return found
+
+
+def _arranged(
+    demands: Sequence[Demand], several: Sequence[Demand], slots: list[Slot], steps: int, starts_first: bool
+) -> tuple[Placement, list[Slot]]:
+    """Like `arrange`. With `starts_first`, sleeping pipelines get cards for their start before all models on one card."""
     named = {node for demand in demands if demand not in several for node in demand.nodes or ()}
     required, slots = _take_turns(several, {each.model: each.min_replicas for each in several}, slots, named, required=True)
     placed = Counter(each.model for each in required)
     rest = [_on_one_card(each, placed[each.model]) if each in several else each for each in demands]
+    sleeping = {each.model: int(starts_first and each.max_replicas > each.min_replicas == 0) for each in several}
+    starts, slots = _take_turns(several, sleeping, slots, named, required=False)
     others = place(rest, slots, steps)
     used = {each.slot for each in others.replicas}
     on_node = Counter(each.slot.node for each in others.replicas)
     empty = [_with_fewer_places(slot, on_node[slot.node]) for slot in slots if slot not in used]
-    placed.update(each.model for each in others.replicas)
+    placed.update(each.model for each in (*starts, *others.replicas))
     room = {each.model: each.max_replicas - max(placed[each.model], each.min_replicas) for each in several}
     growing, left = _take_turns(several, room, empty, named, required=False)
     indices = {(slot.node, slot.index) for slot in left} | {(slot.node, slot.index) for slot in used}
     kept = [slot for slot in slots if (slot.node, slot.index) in indices]
-    all_slots = [*kept, *(each.slot for each in (*required, *growing))]
+    all_slots = [*kept, *(each.slot for each in (*required, *starts, *growing))]
     all_slots.sort(key=lambda slot: (slot.node, slot.index))
     method, proven = others.method, others.proven and not others.missing
-    return Placement((*required, *others.replicas, *growing), others.missing, method, proven), all_slots
+    return Placement((*required, *starts, *others.replicas, *growing), others.missing, method, proven), all_slots
 
 
 def _take_turns(

@@ -166,6 +166,20 @@ def test_a_pipeline_grows_into_cards_that_others_leave() -> None:
     assert (none.replicas, none.missing, kept) == ((), {"pair": 1}, slots[:1])
 
 
+def test_a_sleeping_pipeline_gets_cards_before_replicas_for_autoscaling() -> None:
+    slots = [Slot(node, index, "c", 10) for node, index in (("a", 0), ("a", 1), ("b", 0))]
+    pair = Demand("pair", {"c": 20}, {"c": 1.0}, 0, 1, cards_on={"c": 2})
+    single = Demand("single", {"c": 5}, {"c": 1.0}, 1, 3)
+    placement, left = arrange([single, pair], slots)
+    found = [(each.model, each.slot.node, each.slot.more, each.required) for each in placement.replicas]
+    assert found == [("pair", "a", (1,), False), ("single", "b", (), True)]
+    assert [(slot.node, slot.index, slot.more) for slot in left] == [("a", 0, (1,)), ("b", 0, ())]
+    # A required replica keeps its card.
+    few, _ = arrange([single, pair], slots[:2])
+    assert {each.model for each in few.replicas} == {"single"}
+    assert not few.missing
+
+
 def test_a_card_without_the_dtype_does_not_count_as_one_that_holds_the_model() -> None:
     """A T4 lacks bfloat16. float16 on it would be slower than bfloat16 on two cards of another node."""
     t4 = Node("t4", "amd64", 64 * GIB, 8, (Card("NVIDIA T4", 48 * GIB),))
