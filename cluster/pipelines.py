@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import torch
 
@@ -98,15 +99,36 @@ def arrange(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT
     if not several:
         return place(demands, slots, steps), slots
     several.sort(key=lambda demand: (-max(demand.cards_on.values()), -max(demand.bytes_on.values()), demand.model))
+    # Large pipelines come first, because few nodes have enough empty cards for them. If a model then lacks a replica, pipelines
+    # with few possible nodes come first, because another pipeline may have taken their only node. The start of a sleeping
+    # pipeline may also take the only card of another model.
+    constrained_first = sorted(several, key=lambda demand: _possible_nodes(demand, slots))
+    orders = [several] if constrained_first == several else [several, constrained_first]
+    starts_first = (True,) if all(each.min_replicas for each in several) else (True, False)
+    found = list[tuple[Placement, list[Slot]]]()
+    for order, first in product(orders, starts_first):
+        found.append(_arranged(demands, order, slots, steps, first))
+        if not any(_lacks(demands, found[-1][0])):
+            break
+    return min(found, key=lambda each: _lacks(demands, each[0]))
 
-    def lack(found: tuple[Placement, list[Slot]]) -> tuple[int, int]:
-        return sum(found[0].missing.values()), len(demands) - len({each.model for each in found[0].replicas})
 
-    found = _arranged(demands, several, slots, steps, starts_first=True)
-    if any(lack(found)) and not all(each.min_replicas for each in several):
-        # The cards for the start of a sleeping pipeline may be the only ones for another model.
-        found = min(found, _arranged(demands, several, slots, steps, starts_first=False), key=lack)
-    return found
+def _lacks(demands: Sequence[Demand], placement: Placement) -> tuple[int, int]:
+    """(missing required replicas, models without any replica)."""
+    return sum(placement.missing.values()), len(demands) - len({each.model for each in placement.replicas})
+
+
+def _possible_nodes(demand: Demand, slots: Sequence[Slot]) -> int:
+    """The number of nodes that hold a replica if they are empty."""
+    cards = Counter((slot.node, slot.node_class) for slot in slots if _may_use(demand, slot))
+    return sum(number >= demand.cards_on.get(node_class, 1) for (_, node_class), number in cards.items())
+
+
+def _may_use(demand: Demand, slot: Slot) -> bool:
+    """Whether a replica could be on this card if it were empty, or with other cards of the node on this one."""
+    here = (demand.nodes is None or slot.node in demand.nodes) and slot.node not in demand.not_nodes and slot.node_places != 0
+    on_several = demand.cards_on.get(slot.node_class, 1) > 1
+    return here and (on_several or demand.bytes_on.get(slot.node_class, slot.capacity + 1) <= slot.capacity)
 
 
 def _arranged(
@@ -163,8 +185,7 @@ def _best_cards(demand: Demand, slots: Sequence[Slot], found: Sequence[Replica],
     then with the fewest empty cards. Empty if no node has enough cards."""
     on_node: dict[str, list[Slot]] = {}
     for slot in slots:
-        may = (demand.nodes is None or slot.node in demand.nodes) and slot.node not in demand.not_nodes
-        if may and slot.node_places != 0 and demand.cards_on.get(slot.node_class, 1) > 1:
+        if _may_use(demand, slot) and demand.cards_on.get(slot.node_class, 1) > 1:
             on_node.setdefault(slot.node, []).append(slot)
     here = Counter(each.slot.node for each in found if each.model == demand.model)
 

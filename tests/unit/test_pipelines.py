@@ -180,6 +180,18 @@ def test_a_sleeping_pipeline_gets_cards_before_replicas_for_autoscaling() -> Non
     assert not few.missing
 
 
+@pytest.mark.parametrize("speeds", [{"c": 1.0, "d": 1.0}, {"c": 2.0, "d": 1.0}])
+@pytest.mark.parametrize("pins", [(frozenset("a"), frozenset[str]()), (None, frozenset("b"))])
+def test_a_pipeline_leaves_another_one_its_only_node(
+    speeds: dict[str, float], pins: tuple[frozenset[str] | None, frozenset[str]]
+) -> None:
+    slots = [Slot(node, index, node_class, 10) for node, node_class in (("a", "c"), ("b", "d")) for index in (0, 1)]
+    large = Demand("large", {"c": 20, "d": 20}, speeds, cards_on={"c": 2, "d": 2})
+    pinned = Demand("pinned", {"c": 18, "d": 18}, speeds, 1, 1, *pins, cards_on={"c": 2, "d": 2})
+    placement, _ = arrange([large, pinned], slots)
+    assert {each.model: each.slot.node for each in placement.replicas} == {"large": "b", "pinned": "a"}
+
+
 def test_a_card_without_the_dtype_does_not_count_as_one_that_holds_the_model() -> None:
     """A T4 lacks bfloat16. float16 on it would be slower than bfloat16 on two cards of another node."""
     t4 = Node("t4", "amd64", 64 * GIB, 8, (Card("NVIDIA T4", 48 * GIB),))
