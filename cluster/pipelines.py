@@ -90,7 +90,8 @@ class Cards:
 
 def arrange(demands: Sequence[Demand], slots: Sequence[Slot], steps: int = EXACT_STEPS) -> tuple[Placement, list[Slot]]:
     """Like `place`, for demands of which some need several whole cards of a node. Pipelines get their cards first, because empty
-    cards of one node are harder to find than memory on a card. They can grow onto cards that all other models leave empty.
+    cards of one node are harder to find than memory on a card. They can grow onto cards that all other models leave empty,
+    then onto CPUs.
 
     Returns: the placement, and the slots. The cards of a pipeline are one slot.
     """
@@ -138,22 +139,25 @@ def _arranged(
     named = {node for demand in demands if demand not in several for node in demand.nodes or ()}
     required, slots = _take_turns(several, {each.model: each.min_replicas for each in several}, slots, named, required=True)
     placed = Counter(each.model for each in required)
-    rest = [_on_one_card(each, placed[each.model]) if each in several else each for each in demands]
     sleeping = {each.model: int(starts_first and each.max_replicas > each.min_replicas == 0) for each in several}
     starts, slots = _take_turns(several, sleeping, slots, named, required=False)
-    others = place(rest, slots, steps)
+    placed.update(each.model for each in starts)
+    others = place([_on_one_card(each, placed[each.model]) if each in several else each for each in demands], slots, steps)
     used = {each.slot for each in others.replicas}
     on_node = Counter(each.slot.node for each in others.replicas)
     empty = [_with_fewer_places(slot, on_node[slot.node]) for slot in slots if slot not in used]
-    placed.update(each.model for each in (*starts, *others.replicas))
-    room = {each.model: each.max_replicas - max(placed[each.model], each.min_replicas) for each in several}
+    placed.update(each.model for each in others.replicas)
+    room = Counter({each.model: each.max_replicas - max(placed[each.model], each.min_replicas) for each in several})
     growing, left = _take_turns(several, room, empty, named, required=False)
+    room.subtract(each.model for each in growing)
+    further = [replace(each, min_replicas=0, max_replicas=room[each.model]) for each in several]
+    on_cpus = _grow_on_cpus(further, demands, others, slots)
     indices = {(slot.node, slot.index) for slot in left} | {(slot.node, slot.index) for slot in used}
     kept = [slot for slot in slots if (slot.node, slot.index) in indices]
     all_slots = [*kept, *(each.slot for each in (*required, *starts, *growing))]
     all_slots.sort(key=lambda slot: (slot.node, slot.index))
     method, proven = others.method, others.proven and not others.missing
-    return Placement((*required, *starts, *others.replicas, *growing), others.missing, method, proven), all_slots
+    return Placement((*required, *starts, *others.replicas, *growing, *on_cpus), others.missing, method, proven), all_slots
 
 
 def _take_turns(
@@ -205,7 +209,25 @@ def _with_fewer_places(slot: Slot, taken: int) -> Slot:
 
 
 def _on_one_card(demand: Demand, placed: int) -> Demand:
-    """The rest of a demand, for the classes on which a replica takes one card, or CPUs."""
+    """The missing required replicas, or the missing start of a model scaled to zero, for the classes on which a replica takes one
+    card, or CPUs."""
     bytes_on = {each: needs for each, needs in demand.bytes_on.items() if demand.cards_on.get(each, 1) == 1}
-    lack = demand.min_replicas - placed
-    return replace(demand, bytes_on=bytes_on, min_replicas=lack, max_replicas=lack)
+    lack = max(0, demand.min_replicas - placed)
+    start = min(1, demand.max_replicas) - placed
+    return replace(demand, bytes_on=bytes_on, min_replicas=lack, max_replicas=max(lack, start))
+
+
+def _grow_on_cpus(
+    growing: Sequence[Demand], demands: Sequence[Demand], others: Placement, slots: Sequence[Slot]
+) -> list[Replica]:
+    """Replicas of `growing` on CPUs that `others` leave. They come last, because cards are faster."""
+    bytes_on = {each.model: each.bytes_on for each in demands}
+    used, count = Counter[Slot](), Counter(each.slot for each in others.replicas)
+    for each in others.replicas:
+        used[each.slot] += bytes_on[each.model][each.slot.node_class]
+    left = {
+        replace(slot, capacity=slot.capacity - used[slot], places=slot.places - count[slot]): slot
+        for slot in slots
+        if slot.places is not None and slot.places > count[slot]
+    }
+    return [replace(each, slot=left[each.slot]) for each in place(growing, list(left)).replicas]

@@ -192,6 +192,33 @@ def test_a_pipeline_leaves_another_one_its_only_node(
     assert {each.model: each.slot.node for each in placement.replicas} == {"large": "b", "pinned": "a"}
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "found"),
+    [
+        (0, 1, [("a", (1,), False)]),
+        (1, 2, [("a", (1,), True), ("b", (1,), False)]),
+        (1, 9, [("a", (1,), True), ("b", (1,), False), ("old", (), False), ("old", (), False)]),
+        (3, 9, [("a", (1,), True), ("b", (1,), True), ("old", (), True), ("old", (), False)]),
+    ],
+)
+def test_a_pipeline_grows_onto_cpus_last(least: int, most: int, found: list[tuple[str, tuple[int, ...], bool]]) -> None:
+    slots = [Slot(node, index, "c", 10) for node in "ab" for index in (0, 1)] + [Slot("old", 0, "cpu", 45, 4)]
+    pair = Demand("pair", {"c": 20, "cpu": 20}, {"c": 1.0, "cpu": 0.1}, least, most, cards_on={"c": 2})
+    placement, left = arrange([pair], slots)
+    assert [(each.slot.node, each.slot.more, each.required) for each in placement.replicas] == found
+    assert slots[-1] in left
+
+
+def test_a_sleeping_pipeline_without_cards_starts_on_cpus_before_others_grow_there() -> None:
+    slots = [Slot("a", 0, "c", 10), Slot("a", 1, "c", 10), Slot("old", 0, "cpu", 40, 4)]
+    pair = Demand("pair", {"c": 20, "cpu": 20}, {"c": 1.0, "cpu": 0.1}, 0, cards_on={"c": 2})
+    single = Demand("single", {"c": 6}, {"c": 1.0}, 2, 2)
+    small = Demand("small", {"cpu": 15}, {"cpu": 1.0}, 1, 2)
+    placement, _ = arrange([single, pair, small], slots)
+    found = {(each.model, each.slot.node): each.required for each in placement.replicas}
+    assert found == {("single", "a"): True, ("pair", "old"): False, ("small", "old"): True}
+
+
 def test_a_card_without_the_dtype_does_not_count_as_one_that_holds_the_model() -> None:
     """A T4 lacks bfloat16. float16 on it would be slower than bfloat16 on two cards of another node."""
     t4 = Node("t4", "amd64", 64 * GIB, 8, (Card("NVIDIA T4", 48 * GIB),))
