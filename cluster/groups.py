@@ -5,6 +5,7 @@ A group has a member for each stage: a node with only the stage's card, or a who
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from cluster.nodes import Node
 from engine.errors import ModelError
@@ -68,21 +69,33 @@ def free_members(nodes: Iterable[Node], taken: Collection[tuple[str, int]], name
         if (node.name, index) not in taken and not any(card.is_slice for card in node.cards)
     ]
     found = [each for each in found if each.node.cards] or found
-    return sorted(found, key=lambda each: (each.node.name in named, -each.alone.usable_bytes, each.node.name, each.index))
+    return sorted(found, key=lambda each: (each.node.name in named, _largest_first(each)))
+
+
+def _largest_first(member: Member) -> tuple[int, str, int]:
+    return -member.alone.usable_bytes, member.node.name, member.index
 
 
 def choose_group(free: list[Member], number: int | None, check: Callable[[Node], object]) -> Group:
     """The fewest of the free members that hold a model, or exactly `number` of them, on at least two nodes.
+
+    The first free members come first. If they do not hold the model, one of them gives way to the largest other one, then two,
+    and so on. So a group takes few cards of the nodes that other models are pinned to.
 
     Args:
         check: raises ModelError for a group that does not hold the model.
     Raises: ModelError with the numbers if none does.
     """
     reason = f"{len(free)} {'card is' if len(free) == 1 else 'cards are'} free there"
-    for count in [number] if number is not None else range(2, min(len(free), MOST_STAGES) + 1):
-        if len({each.node.name for each in free[:count]}) < 2 or count > len(free):
+    most = min(len(free), number or MOST_STAGES)
+    for exchanged, count in product(range(most + 1), [number] if number is not None else range(2, most + 1)):
+        if exchanged > count or count > len(free):
             continue
-        group = Group(tuple(free[:count]))
+        kept = count - exchanged
+        members = [*free[:kept], *sorted(free[kept:], key=_largest_first)[:exchanged]]
+        if len({each.node.name for each in members}) < 2:
+            continue
+        group = Group(tuple(members))
         try:
             check(group.node)
             return group

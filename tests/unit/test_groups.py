@@ -111,6 +111,14 @@ def test_the_cards_of_a_group_are_no_longer_free() -> None:
     assert {each.model: each.members or each.node for each in third.assigned} == {"m0": ("other:0", "third:0"), "m1": "one"}
 
 
+def test_a_group_takes_one_card_of_the_nodes_of_other_models_if_the_rest_does_not_hold_it() -> None:
+    """Two cards of 16 GB do not hold the model. The small model needs one of the two large cards."""
+    large = Node("large2", "amd64", 64 * GIB, 8, (RTX_4090,))
+    model: dict[str, object] = {"model": "Qwen/Qwen3-14B", "context": 2048, "streams": 1, "pipeline": 2}
+    plan = planned((ONE, OTHER, LARGE, large), model, {"model": "BAAI/bge-base-en-v1.5", "nodes": ["large", "large2"]})
+    assert {each.model: each.members or each.node for each in plan.assigned} == {"m0": ("one:0", "large:0"), "m1": "large2"}
+
+
 def test_each_required_replica_has_its_own_cards() -> None:
     nodes = tuple(replace(ONE, name=f"n{index}") for index in range(5))
     plan = planned(nodes, EIGHT_B | {"min_replicas": 2})
