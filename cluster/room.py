@@ -30,7 +30,7 @@ def has_room(plan: Plan, names: Mapping[str, str], details: Mapping[str, Any], a
         if devices := spec.pop("devices", ()):
             changes["pipeline"] = len(devices)
         if "cache_tokens" in spec:  # a generation model; its spec has the context as its input limit
-            changes["context"] = spec.pop("max_input_tokens")
+            changes["context"] = spec.pop("max_input_tokens", None)
         entries.append(ModelEntry.model_validate(spec | changes))
     try:
         return not Plan(plan.file.model_copy(update={"models": (*plan.file.models, *entries)}), plan.nodes).unplaced

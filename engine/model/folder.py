@@ -60,7 +60,7 @@ def load_model_config(
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
-    keys = Keys(path, read_object(path))
+    keys = Keys.read(path)
     if keys.architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
         # config.json names only the body, but the weights contain a head. The model card's code loads it with one label.
         keys = Keys(path, keys.values | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
@@ -83,7 +83,7 @@ def load_model_config(
             config = _with_head(folder, keys, config, head, default_prompt)
         elif _generates(folder, keys, pooling) and _read_head(folder, keys, None) is None:  # a reranker does not generate
             path = folder / "generation_config.json"
-            generation = read_generation(keys, Keys(path, read_object(path)))
+            generation = read_generation(keys, Keys.read(path))
             config = replace(config, pooling="last_token", generation=replace(generation, embeds=pooling is not None))
         else:
             config = _read_embedder(folder, keys, config, pooling)
@@ -166,8 +166,8 @@ _TRANSFORMER_FILES = tuple(
 
 def _transformer_module(folder: Path) -> Keys:
     """The settings of sentence-transformers' Transformer module."""
-    found = ((folder / name, read_object(folder / name)) for name in _TRANSFORMER_FILES)
-    return next((Keys(path, module) for path, module in found if module), Keys(folder / _TRANSFORMER_FILES[0], {}))
+    found = (Keys.read(folder / name) for name in _TRANSFORMER_FILES)
+    return next((each for each in found if each.values), Keys(folder / _TRANSFORMER_FILES[0], {}))
 
 
 def _read_transformer_module(folder: Path, positions: int | None) -> tuple[int, bool]:
@@ -270,7 +270,7 @@ def _read_logit_score(folder: Path, keys: Keys, modules: list[tuple[str, str]]) 
             f"{path}: {kinds} of {keys.architecture} is not supported (only Transformer, LogitScore of Qwen3ForCausalLM)"
         )
     path = folder / Path(modules[1][1]).name / "config.json"
-    module = Keys(path, read_object(path))
+    module = Keys.read(path)
     module.refuse("module_input_name", ("causal_logits", None), "only the language model's logits")
     yes, no = module.get("true_token_id"), module.get("false_token_id")
     for name, token in (("true_token_id", yes), ("false_token_id", no)):
@@ -412,7 +412,7 @@ def _read_dense(folder: Path, name: str, width: int) -> DenseConfig:
     path = folder / name / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder / 'modules.json'} names a Dense layer in {name}, which has no config.json")
-    keys = Keys(path, read_object(path))
+    keys = Keys.read(path)
     keys.refuse("use_residual", (False, None), "only plain layers")
     for key in ("module_input_name", "module_output_name"):
         keys.refuse(key, ("sentence_embedding", None), "only layers of whole vectors, after pooling")

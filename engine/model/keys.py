@@ -17,7 +17,7 @@ _ANYTHING = object()
 
 
 def read_json(path: Path) -> Any:
-    """The file's content, or None if there is no such file."""
+    """The file's content, or None if there is no such file. Raises: ModelError for a file that cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -39,6 +39,11 @@ class Keys:
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path, self.values = path, values
+
+    @classmethod
+    def read(cls, path: Path) -> "Keys":
+        """The keys of a file, as `read_object` reads it."""
+        return cls(path, read_object(path))
 
     @property
     def architecture(self) -> str:

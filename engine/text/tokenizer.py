@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 
 from engine.errors import EmptyInput, InvalidInput, ModelError, TokenizerError
 from engine.model.config import ModelConfig, named_prompt
-from engine.model.keys import Keys, read_object
+from engine.model.keys import Keys
 from engine.options import Direction, EncodeOptions, Input, InputType, TokenIds
 from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText, original_span, windows
@@ -93,7 +93,7 @@ class Tokenizer:
         try:
             tokenizer = HFTokenizer.from_file(str(path))
             as_given = tokenizer.post_processor
-            settings = Keys(folder / "tokenizer_config.json", read_object(folder / "tokenizer_config.json"))
+            settings = Keys.read(folder / "tokenizer_config.json")
             if config.generation is None or config.embeds:
                 _add_end_of_text(tokenizer, settings)
             made = cls(tokenizer, config)

@@ -140,10 +140,10 @@ class Transformers(Model):
         """
         longer = torch.arange(min(24, config.max_input_length), device=device) % config.vocab_size
         alone = self._run([longer[:5]])[0]
-        padded = self._run([longer[:5], longer])[0]
         rope = getattr(self.network.config, "rope_parameters", None) or {}  # some networks have one for each type of layer
         if any(each.get("rope_type") == "longrope" for each in (rope, *rope.values()) if isinstance(each, dict)):
             return False
+        padded = self._run([longer[:5], longer])[0]
         return bool((alone - padded).abs().max() <= torch.finfo(alone.dtype).eps ** 0.5 * alone.abs().max())
 
 
