@@ -137,9 +137,10 @@ class Lab:
             _ip("link", "add", self._name, "type", "bridge")
             _ip("link", "set", self._name, "up")
         # A short name, because the folder has sockets, whose paths may have 107 characters.
-        self.environment = os.environ | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
+        # A Ray of this process has variables that other machines' Rays must not get.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environment = ours | haproxy.environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(16)}
         self.environment |= {"PYTHONPATH": os.getcwd(), "HF_HUB_OFFLINE": "1", "RAY_TMPDIR": str(folder)}
-        self.environment.pop("RAY_ADDRESS", None)
 
     @property
     def head(self) -> Member:
