@@ -19,11 +19,15 @@ _ANYTHING = object()
 def read_json(path: Path) -> Any:
     """The file's content, or None if there is no such file. Raises: ModelError for a file that cannot be read or is not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except (UnicodeDecodeError, OSError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

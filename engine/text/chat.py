@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
 from engine.errors import InvalidInput, ModelError
+from engine.model.keys import read_object
 
 Message = Mapping[str, Any]
 
@@ -99,7 +100,7 @@ class ChatTemplate:
 
         Raises: ModelError naming the file for a template that cannot be read or does not compile.
         """
-        config = _json_object(folder / "tokenizer_config.json")
+        config = read_object(folder / "tokenizer_config.json")
         sources = _sources(folder, config)
         if not sources:
             return None
@@ -163,7 +164,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
 
     Raises: ModelError naming a file that cannot be read.
     """
-    config = _json_object(folder / "tokenizer_config.json")
+    config = read_object(folder / "tokenizer_config.json")
     _, template = _sources(folder, config).get("default", (folder, None))
     common = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
     kind = config.get("tokenizer_class", "PreTrainedTokenizerFast")
@@ -353,26 +354,13 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, s
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the named special tokens: bos_token, eos_token, ... special_tokens_map.json is for folders of older versions."""
-    older = {} if "added_tokens_decoder" in config else _json_object(folder / "special_tokens_map.json")
+    older = {} if "added_tokens_decoder" in config else read_object(folder / "special_tokens_map.json")
     named = {name: value for name, value in {**config, **older}.items() if name.endswith("_token")}
     for source in (config, older):
         extra = source.get("extra_special_tokens")
         named |= extra if isinstance(extra, dict) else {}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """Returns the file's object. It is empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(_read(path))
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must be a JSON object")
-    return value
 
 
 def _read(path: Path) -> str:

@@ -4,7 +4,6 @@ The vectors already have their final dimensions and are normalised. docs/decisio
 the recall of each type.
 """
 
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.errors import InvalidInput, ModelError
 from engine.model.config import ModelConfig
+from engine.model.keys import read_object
 
 Quantized = Literal["int8", "uint8", "binary", "ubinary"]
 OutputDtype = Literal["float", Quantized]
@@ -68,14 +68,7 @@ def read_ranges(folder: Path, config: ModelConfig) -> dict[int, Vectors]:
     if not config.embeds:
         return {}
     path = folder / RANGES_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f'{path} must hold {{"<dimensions>": [[minima], [maxima]]}}')
+    content = read_object(path)
     return dict(_entry(path, key, value, config.embedding_size) for key, value in content.items())
 
 

@@ -637,7 +637,11 @@ def test_files_that_are_missing_or_broken_are_named(copy: Callable[..., Path], t
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be loaded"):
         Engine.load(folder)
-    (folder / "config.json").write_text("{")
+    for content in ("{", "[" * 100_000):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(ModelError, match=r"config\.json is not JSON"):
+            Engine.load(folder)
+    (folder / "config.json").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         Engine.load(folder)
     sharded = tmp_path / "sharded"

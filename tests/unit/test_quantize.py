@@ -84,8 +84,8 @@ def test_ranges_come_from_the_models_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        ("{", "cannot be read"),
-        ("[]", "must hold"),
+        ("{", r"int8_ranges\.json is not JSON"),
+        ("[]", r"int8_ranges\.json must be a JSON object"),
         ('{"5": []}', "'5' is not a number of dimensions from 1 to 4"),
         ('{"all": []}', "'all' is not a number"),
         ('{"2": [[0, 0, 0], [1, 1, 1]]}', "2 must hold 2 minima"),
