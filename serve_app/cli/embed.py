@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
@@ -96,19 +96,17 @@ def embed(
     if worker.kind == "answer" and file_format == "npy":
         raise InvalidInput("npy holds only numbers, but this model generates text; choose --format parquet")
     job = {"model": worker.model, "revision": worker.revision, "dtype": worker.dtype, "columns": texts, **asdict(task)}
-    folder = Folder(output, file_format, rows_per_file, job | {"corpus": files.fingerprint})
-    num_rows = files.estimated_rows
-    num_before = len(folder.done) * rows_per_file
-    progress = Progress(num_before if num_rows is None else min(num_before, num_rows), estimated_rows=num_rows)
-    if folder.done:
-        say(f"{output} already has {len(folder.done)} files; the job resumes")
-    try:
-        with _shown(progress) as on_progress:
-            run(files, folder, worker, Columns(texts, worker.kind), progress, on_progress)
-    except KeyboardInterrupt:
-        say(f"stopped at {progress}; the same command resumes from the files in {output}")
-        # Threads may still wait for the server's answers. Ending them loses no file: files get their names only when complete.
-        os._exit(130)
+    with closing(Folder(output, file_format, rows_per_file, job | {"corpus": files.fingerprint})) as folder:
+        progress = Progress(folder.num_rows, estimated_rows=files.estimated_rows)
+        if folder.done:
+            say(f"{output} already has {len(folder.done)} files; the job resumes")
+        try:
+            with _shown(progress) as on_progress:
+                run(files, folder, worker, Columns(texts, worker.kind), progress, on_progress)
+        except KeyboardInterrupt:
+            say(f"stopped at {progress}; the same command resumes from the files in {output}")
+            # Threads may still wait for the server's answers. Ending them loses no file: only complete files get their names.
+            os._exit(130)
     say(f"{output} is complete: {progress}")
     if progress.num_faults:
         say(f"{progress.num_faults:,} of these rows have no result")

@@ -45,6 +45,22 @@ class Folder:
         self.done = self._complete()
         self._check_manifest({**job, "format": form, "rows_per_file": rows_per_file})
 
+    @property
+    def num_rows(self) -> int:
+        """The number of rows in the complete files. Only the last file of a corpus may have fewer than `rows_per_file` rows.
+
+        Raises: CorpusError if the last file cannot be read.
+        """
+        if not self.done:
+            return 0
+        path = self._path(max(self.done))
+        try:
+            is_npy = self._format == "npy"
+            last = len(np.load(path, mmap_mode="r")) if is_npy else int(pa.parquet.read_metadata(path).num_rows)
+        except (EOFError, OSError, ValueError) as error:
+            raise CorpusError(f"{path} cannot be read: {error}; delete this file, then {GO_ON}") from error
+        return (len(self.done) - 1) * self.rows_per_file + last
+
     def write(self, index: int, name: str, values: NDArray[Any], faults: Collection[int], others: pa.Table) -> None:
         """Writes the results of the file with this index.
 
@@ -54,7 +70,7 @@ class Folder:
             others: the other columns of these rows.
         Raises: CorpusError.
         """
-        path = self.path / f"part-{index:05}.{self._format}"
+        path = self._path(index)
         if faults and self._format == "npy":
             row = index * self.rows_per_file + min(faults)
             raise CorpusError(f"row {row} has no result, and npy has no nulls: remove the row, or choose --format parquet")
@@ -77,6 +93,9 @@ class Folder:
 
     def close(self) -> None:
         os.close(self._fd)
+
+    def _path(self, index: int) -> Path:
+        return self.path / f"part-{index:05}.{self._format}"
 
     def _complete(self) -> set[int]:
         """The indices of the existing files."""

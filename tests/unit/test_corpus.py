@@ -87,6 +87,18 @@ def test_a_csv_text_of_digits_stays_a_text(tmp_path: Path) -> None:
     assert rows(Corpus([tmp_path / "a.csv"], ["text"]), set()) == {0: ["007", "two\nlines"]}
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_date_in_json_lines_stays_a_text(tmp_path: Path, name: str) -> None:
+    row = {"text": "2024-01-05", "at": "2024-01-05T10:00:00Z", "more": [{"day": "2024-02-30", "on": "2024-02-03", "n": 1.5}]}
+    row |= {"id": 1, "none": None, "yes": True}
+    content = "\n".join([json.dumps(row), json.dumps(row | {"at": "no date"})]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    corpus = Corpus([tmp_path / name], ["text"])
+    ((_, table),) = corpus.tables(300, set())
+    assert table.to_pylist() == [row, row | {"at": "no date"}]
+    assert table.schema.types[-3:] == [pa.int64(), pa.null(), pa.bool_()]
+
+
 @pytest.mark.parametrize(
     ("content", "column", "words"),
     [
@@ -362,6 +374,21 @@ def test_a_server_computes_at_batch_priority(tokenizer: Tokenizer, tmp_path: Pat
     assert gate.priorities == {b"batch"}
     assert gate.num_refused == 0
     assert (worker.model, worker.dtype, worker.rows_per_call) == ("fake", "float32", 8)
+
+
+@pytest.mark.parametrize("form", ["parquet", "npy"])
+def test_a_job_that_is_complete_has_as_many_rows_as_the_corpus(tokenizer: Tokenizer, tmp_path: Path, form: str) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\nthree\nfour\nfive"))
+    arguments = ["embed", str(tmp_path / "a.txt.gz"), "-o", str(tmp_path / "out"), "--rows-per-file", "3", "--format", form]
+    with served(api(tokenizer, "embedding")) as address:
+        results = [CliRunner().invoke(cli, [*arguments, "--url", address], catch_exceptions=False) for _ in range(2)]
+        assert ["complete: 5 of 5 rows" in each.output for each in results] == [True, False]
+        assert "already has 2 files" in results[1].output
+        assert "complete: 5 rows" in results[1].output
+        last = tmp_path / "out" / f"part-00001.{form}"
+        last.write_bytes(b"")
+        result = CliRunner().invoke(cli, [*arguments, "--url", address])
+    assert f"{last} cannot be read" in str(result.exception)
 
 
 def test_a_served_reranker_scores(tokenizer: Tokenizer) -> None:
