@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-import orjson
 from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import from_json
 
 from engine.options import EncodeOptions
 from serve_app.compute.parameters import MAX_UINT32, Body, HybridWeights
+from serve_app.dialects.faults import Fault, fault_of
 from serve_app.errors import BadBody, BadInstance
 
 T = TypeVar("T", bound=BaseModel)
@@ -45,10 +46,20 @@ def parse_body(schema: type[T], content: bytes) -> T:
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        if first["type"] == "json_invalid":
-            raise BadBody(f"Failed to parse the request body as JSON: {first['msg']}", 400) from None
-        raise BadBody(f"Failed to deserialize the JSON body into the target type: {_fault(error, 'body')}", 422) from None
+        fault = body_fault(error, content)
+        if not fault.is_json:
+            raise BadBody(f"Failed to parse the request body as JSON: {fault.reason}", 400) from None
+        raise BadBody(
+            f"Failed to deserialize the JSON body into the target type: {fault.field or 'body'}: {fault.reason}", 422
+        ) from None
+
+
+def body_fault(error: ValidationError, content: bytes) -> Fault:
+    """The first fault of a body."""
+    try:
+        return fault_of(error, from_json(content))
+    except ValueError:
+        return fault_of(error, None)
 
 
 def parse_instance(schema: type[T], index: int, instance: Any) -> T:
@@ -56,19 +67,17 @@ def parse_instance(schema: type[T], index: int, instance: Any) -> T:
     try:
         return schema.model_validate(instance)
     except ValidationError as error:
-        raise BadInstance(f"instances.{index}: {_fault(error, 'instance')}") from None
+        fault = fault_of(error, instance)
+        raise BadInstance(f"instances.{index}: {fault.field or 'instance'}: {fault.reason}") from None
 
 
 def fields_of(content: bytes) -> dict[str, Any]:
-    """The fields of a body, to choose a schema. A body that is not a JSON object has no fields; `parse_body` then refuses it."""
+    """The fields of a body, to choose a schema. A body that is not a JSON object has no fields; `parse_body` then refuses it.
+
+    The parser is the one of `parse_body`, because parsers differ, for example about NaN.
+    """
     try:
-        parsed = orjson.loads(content)
+        parsed = from_json(content)
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _fault(error: ValidationError, whole: str) -> str:
-    """The name of the first wrong field, and the reason."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg'].removeprefix('Value error, ')}"

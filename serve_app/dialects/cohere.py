@@ -14,7 +14,7 @@ from serve_app.compute.scoring import rerank as compute_scores
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import check_embed, check_rerank
 from serve_app.dialects.bodies import Count, ModelBody, Ranking
-from serve_app.dialects.fields import Dimensions, TextList
+from serve_app.dialects.fields import Dimensions, Items, TextList
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.vectors import encoded_rows, quantized
 from serve_app.errors import EmptyBatch
@@ -36,17 +36,17 @@ class CohereContent(Body):
 
 
 class CohereInput(Body):
-    content: Annotated[list[CohereContent], Field(min_length=1)]
+    content: Annotated[Items[CohereContent], Field(min_length=1)]
 
 
 class CohereEmbedRequest(ModelBody):
     """Cohere's `/v1/embed` and `/v2/embed`. Both take either `texts` or `inputs`."""
 
     texts: TextList | None = None
-    inputs: list[CohereInput] | None = None
-    images: list[str] | None = None
+    inputs: Items[CohereInput] | None = None
+    images: Items[str] | None = None
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | None = None
-    embedding_types: list[CohereType] | None = None
+    embedding_types: Items[CohereType] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
     output_dimension: Dimensions | None = None
     max_tokens: Dimensions | None = None
@@ -79,7 +79,7 @@ class Document(Body):
 class CohereRerankRequest(Ranking):
     """Cohere's and Jina's rerank. `/rerank` accepts this body too, if it has `documents`."""
 
-    documents: list[str | Document]
+    documents: Items[str | Document]
     top_n: Count | None = None
     return_documents: bool = False
 

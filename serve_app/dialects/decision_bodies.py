@@ -10,6 +10,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from serve_app.compute.parameters import Body
 from serve_app.dialects.bodies import ModelBody
+from serve_app.dialects.faults import quoted
+from serve_app.dialects.fields import Items
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 200, 255, 10
 
@@ -47,7 +49,7 @@ class RefusalPart(Strict):
 
 class JsonPart(Strict):
     type: Literal["input_json"]
-    data: dict[str, Any] | list[dict[str, Any]]
+    data: dict[str, Any] | Items[dict[str, Any]]
 
     @property
     def as_text(self) -> str:
@@ -60,7 +62,7 @@ def _kind(value: Any) -> str:
 
 
 _Part = Annotated[TextPart | RefusalPart | JsonPart, Field(discriminator="type")]
-_Parts = Annotated[list[_Part], Field(min_length=1)]
+_Parts = Annotated[Items[_Part], Field(min_length=1)]
 _Content = Annotated[Annotated[str, Tag("text")] | Annotated[_Parts, Tag("list")], Discriminator(_kind)]
 
 
@@ -105,8 +107,11 @@ class ChoiceQuestion(Question):
     @field_validator("choices")
     @classmethod
     def _differ(cls, choices: list[ChoiceOption]) -> list[ChoiceOption]:
-        if len({(type(each.value), each.value) for each in choices}) < len(choices):
-            raise ValueError("two choices have the same value; each must be unique")
+        given = set[tuple[type, bool | str]]()
+        for each in choices:
+            if (key := (type(each.value), each.value)) in given:
+                raise ValueError(f"two choices have the value {quoted(str(each.value))}; each must be unique")
+            given.add(key)
         return choices
 
     @property
@@ -131,7 +136,7 @@ class ScoreQuestion(Question):
         return [(each.label, each.description) for each in self.levels]
 
 
-_Messages = Annotated[list[Message], Field(min_length=1)]
+_Messages = Annotated[Items[Message], Field(min_length=1)]
 AnyQuestion = Annotated[PredicateQuestion | ChoiceQuestion | ScoreQuestion, Field(discriminator="type")]
 
 

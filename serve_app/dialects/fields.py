@@ -4,14 +4,20 @@ A field like `inputs` takes a string, a list of token ids, or a list of both. Ou
 and the error names the wrong item. A pydantic union would report every item against every member of the union.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from engine.options import TextOrIds
 from serve_app.admission.inputs import Single, TextOrPair
 from serve_app.compute.parameters import MAX_UINT32
+from serve_app.dialects.faults import named
 
+T = TypeVar("T")
+
+# A list whose check ends at its first wrong item. Otherwise pydantic makes an error for each wrong item, in one call that holds
+# the GIL for up to a second.
+Items = Annotated[list[T], Field(fail_fast=True)]
 _IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_UINT32}}
 _TEXT_SCHEMA = {"type": "string"}
 # TEI's text.
@@ -25,7 +31,7 @@ def _parse_inputs(value: Any) -> list[TextOrIds]:
     if isinstance(value, str):
         return Single([value])
     if not isinstance(value, list):
-        raise ValueError(f"expected a string, a list of token ids, or a list of these, got {_name(value)}")
+        raise ValueError(f"expected a string, a list of token ids, or a list of these, got {named(value)}")
     if not value or type(value[0]) is int:
         return Single([_parse_ids(value, "")])
     if set(map(type, value)) == {str}:  # the usual case, without Python code for each item
@@ -34,7 +40,7 @@ def _parse_inputs(value: Any) -> list[TextOrIds]:
         if isinstance(item, list):
             _parse_ids(item, f"[{index}]")
         elif not isinstance(item, str):
-            raise ValueError(f"[{index}] is {_name(item)}, expected a string or a list of token ids")
+            raise ValueError(f"[{index}] is {named(item)}, expected a string or a list of token ids")
     return value
 
 
@@ -42,16 +48,16 @@ def _parse_texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise ValueError(f"expected a string or a list of strings, got {_name(value)}")
+        raise ValueError(f"expected a string or a list of strings, got {named(value)}")
     for index, item in enumerate(value):
         if not isinstance(item, str):
-            raise ValueError(f"[{index}] is {_name(item)}, expected a string")
+            raise ValueError(f"[{index}] is {named(item)}, expected a string")
     return value
 
 
 def _parse_text_list(value: Any) -> list[str]:
     if not isinstance(value, list):
-        raise ValueError(f"expected a list of strings, got {_name(value)}")
+        raise ValueError(f"expected a list of strings, got {named(value)}")
     return _parse_texts(value)
 
 
@@ -59,22 +65,27 @@ def _parse_classified(value: Any) -> list[TextOrPair]:
     """`"s"`, `["s"]` and the pair `["a", "b"]` are one input each; a batch is a list of the latter two."""
     if isinstance(value, str):
         return Single([value])
-    if not isinstance(value, list) or not value or not (isinstance(value[0], list) or len(value) <= 2):
-        raise ValueError(_CLASSIFIED)
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"expected {_CLASSIFIED}, got {named(value)}")
     if isinstance(value[0], list):
-        return [_parse_pair(item) for item in value]
-    return Single([_parse_pair(value)])
+        return [_parse_pair(item, f"[{index}]") for index, item in enumerate(value)]
+    return Single([_parse_pair(value, "")])
 
 
-def _parse_pair(value: Any) -> TextOrPair:
-    if not isinstance(value, list) or len(value) not in (1, 2) or not all(isinstance(each, str) for each in value):
-        raise ValueError(_CLASSIFIED)
+def _parse_pair(value: Any, where: str) -> TextOrPair:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is {named(value)}, expected {_CLASSIFIED}")
+    for index, item in enumerate(value):
+        if not isinstance(item, str):
+            raise ValueError(f"{where}[{index}] is {named(item)}, expected {_CLASSIFIED}")
+    if len(value) not in (1, 2):
+        raise ValueError(f"{where or 'the list'} has {len(value)} strings, expected {_CLASSIFIED}")
     return value[0] if len(value) == 1 else (value[0], value[1])
 
 
 def _parse_id_lists(value: Any) -> list[list[int]]:
     if not isinstance(value, list):
-        raise ValueError(f"expected a list of token ids or a list of such lists, got {_name(value)}")
+        raise ValueError(f"expected a list of token ids or a list of such lists, got {named(value)}")
     if value and isinstance(value[0], list):
         return [_parse_ids(item, f"[{index}]") for index, item in enumerate(value)]
     return [_parse_ids(value, "")]
@@ -82,24 +93,11 @@ def _parse_id_lists(value: Any) -> list[list[int]]:
 
 def _parse_ids(value: Any, where: str) -> list[int]:
     if not isinstance(value, list):
-        raise ValueError(f"{where} is {_name(value)}, expected a list of token ids")
+        raise ValueError(f"{where} is {named(value)}, expected a list of token ids")
     for index, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_UINT32:
-            raise ValueError(f"{where}[{index}] is {_name(item)}, expected a token id")
+            raise ValueError(f"{where}[{index}] is {named(item)}, expected a token id")
     return value
-
-
-def _name(value: Any) -> str:
-    match value:
-        case None | bool():
-            return {None: "null", True: "true", False: "false"}[value]
-        case int() | float():
-            return f"the number {value}"
-        case str():
-            return "a string"
-        case list():
-            return "a list"
-    return "an object"
 
 
 def _lower(value: Any) -> Any:

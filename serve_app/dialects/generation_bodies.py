@@ -17,10 +17,11 @@ from engine.text.call_grammar import Reasoned, of_calls
 from engine.text.prompts import Prompts
 from serve_app.compute.generation import Wanted
 from serve_app.compute.parameters import MAX_UINT32, Body
-from serve_app.dialects.bodies import ModelBody
+from serve_app.dialects.bodies import ModelBody, body_fault
 from serve_app.dialects.call_readers import CLOSER, OPENER, JsonCall, XmlCall
 from serve_app.dialects.chat_parser import END_THINK, THINK, ChatParser
-from serve_app.dialects.fields import Inputs
+from serve_app.dialects.faults import named, quoted
+from serve_app.dialects.fields import Inputs, Items
 from serve_app.dialects.structured import Form, form_of
 from serve_app.dialects.tools import NamedTool, ToolChoice, Tools, schemas_of, with_parsed_calls
 from serve_app.errors import BadRequest
@@ -33,7 +34,6 @@ MAX_STOPS = 4
 MAX_TOP_LOGPROBS = 20
 _MAX_STOP_CHARS = 1000
 _MAX_BIAS = 100.0
-_MAX_ERROR_CHARS = 200
 # The most tokens of `<think>` at the end of a prompt, with the whitespace after it.
 _TAG_TOKENS = 16
 # The default of `max_tokens` in `/v1/completions`. null allows the rest of the context.
@@ -83,35 +83,39 @@ def parse_request(schema: type[T], content: bytes) -> T:
     try:
         return schema.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")[:_MAX_ERROR_CHARS]
-        if first["type"] == "json_invalid":
-            raise BadRequest(f"the body is not JSON: {message}") from None
-        raise BadRequest(f"`{field}`: {message}" if field else message, str(first["loc"][0]) if field else None) from None
+        fault = body_fault(error, content)
+        if not fault.is_json:
+            raise BadRequest(f"the body is not JSON: {fault.reason}") from None
+        if not fault.field:
+            raise BadRequest(f"the body: {fault.reason}") from None
+        raise BadRequest(f"`{fault.field}`: {fault.reason}", fault.field.partition(".")[0]) from None
 
 
 def _parse_stop(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
-        raise ValueError("expected a string or a list of strings")
+    if not isinstance(stops, list):
+        raise ValueError(f"expected a string or a list of strings, got {named(value)}")
+    for index, each in enumerate(stops):
+        if not isinstance(each, str):
+            raise ValueError(f"[{index}] is {named(each)}, expected a string")
     if len(stops) > MAX_STOPS:
         raise ValueError(f"{len(stops)} stop strings, the limit is {MAX_STOPS}")
-    if not all(0 < len(each) <= _MAX_STOP_CHARS for each in stops):
-        raise ValueError(f"a stop string has from 1 to {_MAX_STOP_CHARS} characters")
+    for each in stops:
+        if not 0 < len(each) <= _MAX_STOP_CHARS:
+            raise ValueError(f"a stop string has {len(each)} characters, it must have from 1 to {_MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 
 def _parse_bias(value: Any) -> tuple[tuple[int, float], ...]:
     """`{"50256": -100}`, with token ids as strings. Values are clipped to -100 and 100."""
     if not isinstance(value, dict):
-        raise ValueError("expected an object of numbers by token id")
+        raise ValueError(f"expected an object of numbers by token id, got {named(value)}")
     biases = []
     for key, bias in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= len(str(MAX_UINT32))):
-            raise ValueError(f"the key {key[:_MAX_ERROR_CHARS]!r} is not a token id")
+            raise ValueError(f"the key {quoted(key)} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or bias != bias:
-            raise ValueError(f"the value of token {key} is not a number")
+            raise ValueError(f"the value of token {key} is {named(bias)}, expected a number")
         biases.append((int(key), float(max(-_MAX_BIAS, min(_MAX_BIAS, bias)))))
     return tuple(biases)
 
@@ -150,13 +154,13 @@ class GenerationBody(ModelBody):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = None
-    allowed_token_ids: Annotated[list[Unsigned], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[Items[Unsigned], Field(min_length=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_N)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: Stop | None = None
-    stop_token_ids: list[Unsigned] | None = None
+    stop_token_ids: Items[Unsigned] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -167,7 +171,7 @@ class GenerationBody(ModelBody):
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None  # a schema, or JSON in a string
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     json_schema: Any = None  # as `guided_json`
     regex: str | None = None
@@ -284,7 +288,7 @@ class GenerationBody(ModelBody):
 class ChatRequest(GenerationBody):
     honoured = frozenset({"tools", "tool_choice"})
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -311,7 +315,7 @@ class ChatRequest(GenerationBody):
                 "`tool_choice` asks for a tool call, but there are no `tools`; send `tools`, or leave it out", "tool_choice"
             )
         if isinstance(choice, NamedTool) and choice.name not in schemas_of(self.tools or ()):
-            raise BadRequest(f"`tool_choice` names {choice.name[:_MAX_ERROR_CHARS]!r}, which is not in `tools`", "tool_choice")
+            raise BadRequest(f"`tool_choice` names {quoted(choice.name)}, which is not in `tools`", "tool_choice")
         return self
 
     @property

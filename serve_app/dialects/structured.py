@@ -11,6 +11,7 @@ import orjson
 
 from engine.errors import InvalidInput
 from engine.text import grammar
+from serve_app.dialects.faults import named, quoted
 from serve_app.dialects.schemas import refuse_no_schema
 from serve_app.errors import BadRequest
 
@@ -52,14 +53,16 @@ def _format(field: str, value: Any) -> str | None:
         if not isinstance(wanted, dict) or wanted.get("schema") is None:
             raise BadRequest(f"`{field}`: expected `json_schema` with a `schema`", field)
         return _json(f"{field}.json_schema.schema", wanted["schema"])
-    raise BadRequest(f"`{field}`: expected an object whose `type` is {_FORMATS}; other types are not supported", field)
+    given = f"the type {quoted(kind)}" if isinstance(kind, str) else named(value)
+    raise BadRequest(f"`{field}`: expected an object whose `type` is {_FORMATS}, got {given}", field)
 
 
 def _outputs(field: str, value: Any) -> str:
     given = [name for name in value if value[name] is not None] if isinstance(value, dict) else []
     asked = [name for name in given if name in _PARTS or name in ("structural_tag", "json_object")]
     if len(asked) != 1:
-        raise BadRequest(f"`{field}`: expected an object with one of {', '.join(_PARTS)}", field)
+        given_names = " and ".join(asked) or named(value)
+        raise BadRequest(f"`{field}`: expected an object with one of {', '.join(_PARTS)}, got {given_names}", field)
     (name,) = asked
     if name not in _PARTS:
         raise BadRequest(f"`{field}.{name}` is not supported; send one of {', '.join(_PARTS)}", field)
@@ -88,7 +91,7 @@ def _regex(field: str, value: Any) -> str:
 
 def _choice(field: str, value: Any) -> str:
     if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
-        raise BadRequest(f"`{field}`: expected a list of strings that are not empty", _top(field))
+        raise BadRequest(f"`{field}`: expected a list of strings that are not empty, got {_wrong_choice(value)}", _top(field))
     if len(value) > _MAX_CHOICES:
         raise BadRequest(f"`{field}`: {len(value)} choices, the limit is {_MAX_CHOICES}", _top(field))
     return grammar.of_choices(value)
@@ -105,8 +108,15 @@ def _lark(field: str, value: Any) -> str:
 
 def _text(field: str, value: Any, what: str) -> str:
     if not isinstance(value, str) or not value:
-        raise BadRequest(f"`{field}`: expected {what} as a string that is not empty", _top(field))
+        raise BadRequest(f"`{field}`: expected {what} as a string that is not empty, got {named(value)}", _top(field))
     return value
+
+
+def _wrong_choice(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return named(value)
+    index, wrong = next((index, each) for index, each in enumerate(value) if not isinstance(each, str) or not each)
+    return f"{named(wrong)} at [{index}]"
 
 
 def _top(field: str) -> str:

@@ -8,7 +8,7 @@ from engine.options import EncodeOptions
 from serve_app.compute.parameters import Body, Chunking, HybridOutput
 from serve_app.compute.quantize import OutputDtype
 from serve_app.dialects.bodies import ModelBody, Prompted, Ranking
-from serve_app.dialects.fields import Classified, Dimensions, Direction, IdLists, Inputs, TextList, Texts
+from serve_app.dialects.fields import Classified, Dimensions, Direction, IdLists, Inputs, Items, TextList, Texts
 
 
 class Encoding(Prompted):
@@ -42,7 +42,7 @@ class EmbedHybridRequest(Encoding):
     """`outputs` null means all outputs that the model has."""
 
     inputs: Inputs
-    outputs: Annotated[list[HybridOutput], Field(min_length=1)] | None = None
+    outputs: Annotated[Items[HybridOutput], Field(min_length=1)] | None = None
     normalize: bool = True
     dimensions: Dimensions | None = None
 

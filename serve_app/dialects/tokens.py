@@ -14,6 +14,7 @@ from serve_app.compute.service import Service
 from serve_app.compute.tasks import check_generates, generating
 from serve_app.dialects import tei
 from serve_app.dialects.bodies import ModelBody, fields_of, parse_body
+from serve_app.dialects.fields import Items
 from serve_app.dialects.generation_bodies import Unsigned, parse_request
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.tei_bodies import TokenizeRequest
@@ -28,12 +29,12 @@ class PromptTokenizeRequest(ModelBody):
     """
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -57,7 +58,7 @@ class PromptTokenizeRequest(ModelBody):
 
 
 class DetokenizeRequest(ModelBody):
-    tokens: list[Unsigned]
+    tokens: Items[Unsigned]
 
 
 def parse_tokenize(_service: Service, content: bytes) -> TokenizeRequest | PromptTokenizeRequest:

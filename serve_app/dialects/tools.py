@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator, WithJsonSchema
 
+from serve_app.dialects.faults import named, quoted
 from serve_app.dialects.schemas import NoSchema, check_schema
 from serve_app.errors import BadRequest
 
@@ -25,7 +26,7 @@ class NamedTool:
 def _parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """The tools as they were sent, because the template shows them to the model. Raises: ValueError naming the tool."""
     if not isinstance(value, list) or not value:
-        raise ValueError("expected a list of at least one tool; leave it out for none")
+        raise ValueError(f"expected a list of at least one tool, got {named(value)}; leave it out for none")
     names = set()
     for index, tool in enumerate(value):
         if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
@@ -66,7 +67,8 @@ def _parse_choice(value: Any) -> str | NamedTool:
             return str(value)
         case {"type": "function", "function": {"name": str(name)}}:
             return NamedTool(name)
-    raise ValueError('expected none, auto, required or {"type": "function", "function": {"name": ...}}')
+    given = quoted(value) if isinstance(value, str) else named(value)
+    raise ValueError(f'expected none, auto, required or {{"type": "function", "function": {{"name": ...}}}}, got {given}')
 
 
 _OBJECT = {"type": "object"}

@@ -82,7 +82,7 @@ SHAPES = [
     (b'{"inputs": "\\ud800"}', 400, "Failed to parse the request body as JSON"),
     (b'{"inputs": "\xff"}', 400, "Failed to parse the request body as JSON"),
     (b"[" * 100_000, 400, "Failed to parse the request body as JSON"),
-    (b"[]", 422, "target type: body"),
+    (b"[]", 422, "target type: body: Input should be an object, got an empty list"),
     (b"{}", 422, "inputs: Field required"),
     (b'{"inputs": null}', 422, "inputs: expected a string, a list of token ids, or a list of these, got null"),
     (b'{"inputs": 7}', 422, "inputs: expected a string"),
@@ -94,10 +94,10 @@ SHAPES = [
     (b'{"inputs": [4294967296]}', 422, "inputs: [0] is the number 4294967296, expected a token id"),
     (b'{"inputs": [1.5]}', 422, "inputs: [0] is the number 1.5, expected a string or a list of token ids"),
     (b'{"inputs": [true]}', 422, "inputs: [0] is true"),
-    (b'{"inputs": "x", "dimensions": -1}', 422, "dimensions:"),
-    (b'{"inputs": "x", "dimensions": "8"}', 422, "dimensions:"),
-    (b'{"inputs": "x", "normalize": "yes"}', 422, "normalize:"),
-    (b'{"inputs": "x", "truncation_direction": "up"}', 422, "truncation_direction:"),
+    (b'{"inputs": "x", "dimensions": -1}', 422, "dimensions: Input should be greater than or equal to 0, got the number -1"),
+    (b'{"inputs": "x", "dimensions": "8"}', 422, "dimensions: Input should be a valid integer, got '8'"),
+    (b'{"inputs": "x", "normalize": "yes"}', 422, "normalize: Input should be a valid boolean, got 'yes'"),
+    (b'{"inputs": "x", "truncation_direction": "up"}', 422, "truncation_direction: Input should be 'left' or 'right', got 'up'"),
 ]
 
 
