@@ -110,15 +110,13 @@ class Admission:
         """Counts a request's tokens before they are computed. Raises: Overloaded if the API key has fewer tokens left."""
         account = calling()
         if account is not None:
-            with self._counting():
-                account.spend(model.info.served_model_name, num_tokens)
+            account.spend(model.info.served_model_name, num_tokens)
 
     def _enter(self, places: Places, model: str | None, account: Account | None) -> Place:
         """Raises: Overloaded."""
         if account is None:
             return self._take(places, model, None)
-        with self._counting():
-            account.enter(model)
+        account.enter(model)
         try:
             return self._take(places, model, account)
         except Overloaded:
@@ -135,18 +133,9 @@ class Admission:
         try:
             return places.take(model, _owner(account))
         except LookupError:
-            self._metrics.rejected.inc()
             if account is not None:
                 account.refused(model)
             raise Overloaded(self._backlog_s(model)) from None
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        try:
-            yield
-        except Overloaded:
-            self._metrics.rejected.inc()
-            raise
 
 
 def _owner(account: Account | None) -> str:

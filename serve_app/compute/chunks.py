@@ -13,7 +13,7 @@ from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.request_state import RequestState
-from serve_app.compute.embedding import check_options, embed
+from serve_app.compute.embedding import check_options, embed_started
 from serve_app.compute.parameters import Chunking
 from serve_app.compute.quantize import OutputDtype
 from serve_app.compute.scores import weighted_mean
@@ -50,6 +50,7 @@ async def embed_chunks(
     Raises: as `embed`; InvalidInput if the model's pooling does not allow late chunking, or for a text of more than `MOST_CHARS`
         characters; BatchTooLarge for too many chunks.
     """
+    service.metrics.tei.started(state.method, state.num_inputs)
     check_options(model, options, dtypes)
     late = chunking.pooling == "late"
     if late:
@@ -66,7 +67,7 @@ async def embed_chunks(
         return await _embed_late(service, state, model, cut, options)
     pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
     state.chars_to_tokenize = sum(map(len, pieces))
-    vectors = np.asarray((await embed(service, state, model, pieces, encoding, options, dtypes)).vectors)
+    vectors = np.asarray((await embed_started(service, state, model, pieces, encoding, options, dtypes)).vectors)
     parts = np.split(vectors, np.cumsum([len(each.offsets) for each in cut])[:-1])
     if chunking.pooling == "mean":
         lengths = [[stop - start for start, stop in each.spans] for each in cut]
@@ -116,7 +117,6 @@ async def _embed_late(
     service: Service, state: RequestState, model: ServedModel, cut: Sequence[ChunkedText], options: EmbedOptions
 ) -> list[Chunks]:
     """Computes each text as a separate job, because the chunks' positions are an option of a job."""
-    service.metrics.tei.started(state.method, state.num_inputs)
     service.count_tokens(state, model, Sequences.of([each.token_ids for each in cut]))
     qos, late = state.qos.after(state.tokenization_s), replace(options, pooled=False, outputs=("chunks",))
     jobs = [(each.token_ids, replace(late, spans=each.spans)) for each in cut]

@@ -145,7 +145,6 @@ class Service:
     def late(self, error: Exception, timeout_s: float) -> ApiError:
         """The error for a request that did not finish, or cannot finish, within `timeout_s`."""
         if isinstance(error, DeadlineOutOfReach):
-            self.metrics.rejected.inc()
             if (account := calling()) is not None:
                 account.refused(None)
             return Overloaded(error.predicted_s - error.deadline_s, f"Model is overloaded: the request {error}")

@@ -17,6 +17,9 @@ from serve_app.observe import requests
 
 log = logging.getLogger(__name__)
 
+# The services whose calls TEI's series count.
+_COUNTED = ("/tei.v1.Embed/", "/tei.v1.Predict/", "/tei.v1.Rerank/")
+
 
 class Context(Protocol):
     """The common interface of Ray Serve's and grpc.aio's call contexts."""
@@ -38,18 +41,20 @@ def counted_call(method: str, context: Context, service: Service) -> Iterator[No
     start, code, metrics, is_logged = perf_counter(), grpc.StatusCode.OK, service.metrics, service.settings.access_log
     record = requests.begin(requests.GRPC, headers(context.invocation_metadata()), is_logged)
     context.set_trailing_metadata(with_id({}))
+    metrics.tei.begin(method.startswith(_COUNTED))
     try:
         yield
     except EmberError as error:
-        metrics.tei.failed(error)
+        metrics.failed(error)
         code = end_with_error(context, error)
     except (asyncio.CancelledError, GeneratorExit):
         metrics.cancelled.inc()
         metrics.tei.dropped()
         code = grpc.StatusCode.CANCELLED
         raise
-    except Exception:
+    except Exception as error:
         log.exception("%s failed", method)
+        metrics.failed(error)
         code = end_with_error(context, EmberError("internal error; the server's log has the details"))
     finally:
         if record is not None:

@@ -141,7 +141,6 @@ class EventStream(StreamingResponse):
         """`[DONE]`, behind the error if there is one."""
         end, error = b"data: [DONE]\n\n", self._computing.exception()
         if isinstance(error, EmberError):
-            self._service.metrics.tei.failed(error)
             return self._error(error) + end
         if error is not None:
             log.error("a stream failed", exc_info=error)

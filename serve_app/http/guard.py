@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 def guarded(route: Route, service: Service) -> Callable[[Request], Awaitable[Response]]:
     """The route's endpoint for Starlette. It always responds, unless the client disconnects."""
     keys = None if route.public else service.keys
-    endpoint, path, form, metrics = route.endpoint, route.path, route.form, service.metrics
+    endpoint, path, form, metrics, is_counted = route.endpoint, route.path, route.form, service.metrics, route.is_counted
 
     async def respond(request: Request) -> Response:
         start = perf_counter()
         if (record := requests.record.get()) is not None:
             record.route = path
         try:
+            metrics.tei.begin(is_counted)
             if keys is not None:
                 called_by(keys.account(request.scope["headers"]))
             response = await endpoint(service, request)
         except EmberError as error:
-            if request.method == "POST":  # TEI does not count failed health checks
-                metrics.tei.failed(error)
+            metrics.failed(error)
             response = error_response(error, form)
         except (asyncio.CancelledError, ClientDisconnect) as error:
             metrics.cancelled.inc()
@@ -41,8 +41,9 @@ def guarded(route: Route, service: Service) -> Callable[[Request], Awaitable[Res
             if isinstance(error, ClientDisconnect):  # without a response Serve would log a traceback; nobody gets this response
                 return Response(status_code=499)
             raise
-        except Exception:
+        except Exception as error:
             log.exception("%s failed", path)
+            metrics.failed(error)
             response = error_response(EmberError("internal error; the server's log has the details"), form)
         metrics.observe_request(path, response.status_code, perf_counter() - start)
         return response

@@ -73,6 +73,11 @@ class Route:
     public: bool = False  # needs no API key
 
     @property
+    def is_counted(self) -> bool:
+        """Whether TEI's series count the route's requests: it computes vectors or scores of inputs."""
+        return self.computes and not self.only_400
+
+    @property
     def form(self) -> Form:
         """The form of the route's errors."""
         return form_of(self.path)

@@ -22,6 +22,7 @@ from prometheus_client import (
 from prometheus_client.samples import Sample
 
 from engine.passes import BatchReport
+from serve_app.errors import Overloaded
 from serve_app.observe import tei_metrics
 from serve_app.observe.tei_metrics import TeiMetrics
 from serve_app.observe.usage import Counts
@@ -130,6 +131,12 @@ class Metrics:
     def watch_pool_pages(self, model: str, pool: str, held: Callable[[], float]) -> None:
         """Adds a gauge of the KV caches of a generation model's pool."""
         self._pool_pages.labels(model, pool).set_function(held)
+
+    def failed(self, error: Exception) -> None:
+        """Counts an error that is the answer to a request."""
+        self.tei.failed(error)
+        if isinstance(error, Overloaded):
+            self.rejected.inc()
 
     def observe_request(self, route: str, status: int | str, seconds: float) -> None:
         """Counts a request. `status` is an HTTP status, or the name of a gRPC code."""

@@ -6,6 +6,7 @@ which only the API's event loop changes. prometheus_client's histograms take a l
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import accumulate, repeat
 from operator import mul
 from typing import Literal
@@ -46,8 +47,25 @@ class _Histogram:
         self.total += value * times
 
 
+class _Call:
+    """An HTTP request or a gRPC call. It may hold several requests: the instances of /vertex, the messages of a stream."""
+
+    __slots__ = ("has_started", "is_over", "num_open")
+
+    def __init__(self) -> None:
+        self.num_open = 0  # requests that are counted, and have not ended
+        self.has_started = self.is_over = False
+
+
+_call: ContextVar[_Call | None] = ContextVar("tei_call", default=None)
+
+
 class TeiMetrics:
-    """TEI's counts. Called from one thread."""
+    """TEI's counts. Called from one thread.
+
+    Each counted request ends as one success or one failure, so `te_request_count` is the sum of `te_request_success`,
+    `te_request_failure` and the requests in progress.
+    """
 
     def __init__(self) -> None:
         self._requests = dict.fromkeys(_METHODS, 0)
@@ -60,14 +78,18 @@ class TeiMetrics:
         self._pending_lengths: list[int] = []
         self._pending_times: list[tuple[Task, int, Sequence[float]]] = []
 
+    def begin(self, is_counted: bool) -> None:
+        """Begins an HTTP request or a gRPC call. `is_counted` is false for routes that TEI does not have."""
+        _call.set(_Call() if is_counted else None)
+
     def started(self, method: str, num_inputs: int, task: Task = "embed") -> None:
         """Counts an admitted request. `method` is `single` or `batch`."""
-        self._requests[method] += 1
-        self._inputs[task] += num_inputs
+        if self._count(method):
+            self._inputs[task] += num_inputs
 
     def refused(self, num_inputs: int) -> None:
         """Counts a request that was not admitted. `failed` counts the reason."""
-        self._requests["single" if num_inputs == 1 else "batch"] += 1
+        self._count("single" if num_inputs == 1 else "batch")
 
     def tokenized(self, lengths: Iterable[int]) -> None:
         """Counts the inputs' lengths in tokens."""
@@ -77,21 +99,54 @@ class TeiMetrics:
 
     def succeeded(self, method: str, num_inputs: int, seconds: Sequence[float], task: Task = "embed") -> None:
         """Counts a finished request, and its inputs with the same times. `seconds`: request, tokenisation, queue, inference."""
+        call = _call.get()
+        if call is None or call.is_over:  # another request of the call has failed, and this one was counted with it
+            return
+        call.num_open -= 1
         self._successes[method] += 1
         self._inputs_done[task] += num_inputs
         self._pending_times.append((task, num_inputs, seconds))
         if len(self._pending_times) >= _MOST_PENDING:
             self._flush()
 
-    def failed(self, error: EmberError) -> None:
-        """Counts a request that was answered with an error. Errors that TEI does not count are not counted."""
+    def failed(self, error: Exception) -> None:
+        """Counts the requests of a call that ends with an error: one for the error, the others as dropped.
+
+        Errors before the inputs are known count as a single request, or they are not counted, as in TEI.
+        """
         name = next((name for kinds, name in _FAILURES if isinstance(error, kinds)), None)
-        if name is not None:
-            self._failures[name] += 1
+        if self._ends(is_counted=name is not None):
+            self._failures[name or "inference"] += 1
 
     def dropped(self) -> None:
-        """Counts a request whose client has disconnected."""
-        self._failures["dropped"] += 1
+        """Counts the requests of a call whose client has disconnected."""
+        if self._ends(is_counted=True):
+            self._failures["dropped"] += 1
+
+    def _count(self, method: str) -> bool:
+        """Counts a request of the current call, if its requests are counted."""
+        call = _call.get()
+        if call is None or call.is_over:
+            return False
+        call.has_started = True
+        call.num_open += 1
+        self._requests[method] += 1
+        return True
+
+    def _ends(self, is_counted: bool) -> bool:
+        """Ends the current call, and all of its open requests but one. Returns: whether the caller has to end that one.
+
+        Args:
+            is_counted: whether to count a call that ends before its first request has started.
+        """
+        call = _call.get()
+        if call is None or call.is_over:
+            return False
+        if not call.has_started and is_counted:
+            self._count("single")
+        call.is_over = True
+        self._failures["dropped"] += max(0, call.num_open - 1)
+        return call.num_open > 0
 
     def exposition(self) -> Iterator[str]:
         """Lines of the Prometheus text format. prometheus_client would call the counters `te_request_count_total`."""

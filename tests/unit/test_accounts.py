@@ -257,7 +257,7 @@ def test_a_slot_that_was_given_to_a_task_that_is_cancelled_goes_on() -> None:
 
 
 def test_a_refusal_gives_back_what_it_had_taken() -> None:
-    admission = Admission(ServerSettings(max_concurrent_requests=5), metrics := Metrics("m"), lambda _: 2.0)
+    admission = Admission(ServerSettings(max_concurrent_requests=5), Metrics("m"), lambda _: 2.0)
     alice, _ = account(Limits(requests_in_flight=10))
     model: Any = SimpleNamespace(info=SimpleNamespace(served_model_name="m"))
 
@@ -273,7 +273,6 @@ def test_a_refusal_gives_back_what_it_had_taken() -> None:
         assert alice._in_flight == 0
 
     asyncio.run(scenario())
-    assert metrics.rejected._value.get() == 1
 
 
 # Over HTTP.

@@ -316,7 +316,8 @@ def test_errors(failure: Failure, path: str, tokenizers: dict[str, Tokenizer]) -
     route = ROUTES[path]
     model = _model(failure.kind or KINDS.get(path, "embedding"), tokenizers, failure.fault)
     settings = {"max_concurrent_requests": 1} | SETTINGS | dict(failure.settings)
-    app = Api(FakeBackend(model), Settings(**settings), Metrics("fake")).app
+    metrics = Metrics("fake")
+    app = Api(FakeBackend(model), Settings(**settings), metrics).app
     body = failure.bodies.get(path) or route.body(failure.inputs, **failure.fields)
     content = failure.raw if failure.raw is not None else json.dumps(body).encode()
     headers = JSON | dict(failure.request_headers)
@@ -339,6 +340,14 @@ def test_errors(failure: Failure, path: str, tokenizers: dict[str, Tokenizer]) -
     assert {name: answer.headers[name] for name in failure.headers} == failure.headers
     assert [name for name in answer.headers if name.startswith("x-compute")] == []
     assert ("retry-after" in answer.headers) == (failure.status == 429)
+    check_counts(metrics)
+
+
+def check_counts(metrics: Metrics) -> None:
+    """Each request that TEI's series count has ended as one success or one failure."""
+    tei = metrics.tei
+    assert sum(tei._requests.values()) == sum(tei._successes.values()) + sum(tei._failures.values())
+    assert all(tei._successes[method] <= count for method, count in tei._requests.items())
 
 
 @pytest.mark.parametrize("path", ROUTES)

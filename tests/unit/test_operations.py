@@ -17,6 +17,7 @@ from engine.loop import BatchReport
 from engine.options import EmbedOptions, TokenIds
 from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.bytes_in_flight import BytesInFlight
 from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import Qos
 from serve_app.errors import Unhealthy
@@ -202,6 +203,14 @@ def test_teis_counters_count_as_teis(tokenizer: Tokenizer) -> None:
     failures = {name: value for name, value in series.items() if name.startswith("te_request_failure") and value}
     assert failures == {f'te_request_failure{{err="{err}"}}': 1 for err in ("inference", "tokenization", "batch_size")}
     assert (series["te_embed_count"], series["te_embed_success"]) == (7, 5)
+
+
+def test_each_429_is_counted(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, metrics, _ = served(tokenizer)
+    monkeypatch.setattr(BytesInFlight, "has_space", lambda *_: False)  # the bodies in flight take too much memory
+    assert client.post("/embed", json={"inputs": "one"}).status_code == 429
+    assert metrics.rejected._value.get() == 1
+    assert te_series(client)['te_request_failure{err="overloaded"}'] == 1
 
 
 def test_the_lengths_of_requests_that_fail_are_not_kept(tokenizer: Tokenizer) -> None:
