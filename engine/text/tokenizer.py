@@ -222,6 +222,8 @@ class Tokenizer:
     def chunk(self, index: int, text: str, size: int, overlap: int, most: int, whole: EncodeOptions | None) -> ChunkedText:
         """Split a text into chunks of `size` tokens. The last chunk may have fewer. A text without a token is one chunk.
 
+        Without `whole` each chunk becomes a text of its own, and `windows` says when it has fewer tokens.
+
         Args:
             index: number of the input in its request, for errors.
             overlap: each chunk begins with the last `overlap` tokens of the chunk before.
@@ -246,13 +248,19 @@ class Tokenizer:
             if whole is not None and not len(token_ids):
                 raise EmptyInput("`inputs` cannot be empty")
             return ChunkedText(token_ids, ((0, max(1, len(token_ids))),), [(0, len(text))])
-        chunks, shift = windows(content, size, overlap, most, index), len(prefix) - kept.start
+        shift = len(prefix) - kept.start
         span = original_span(texts[0], self._config.lower_case, len(prompt), dropped)
-        return ChunkedText(
-            token_ids,
-            tuple((first + shift, last + 1 + shift) for first, last in chunks),
-            [span(at[first][0], at[last][1]) for first, last in chunks],
-        )
+
+        def offsets(chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [span(at[content[start]][0], at[content[stop - 1]][1]) for start, stop in chunks]
+
+        def alone(chunks: list[tuple[int, int]]) -> list[int]:
+            contents = self._contents(list(self._cased(tuple(text[start:stop] for start, stop in offsets(chunks)))))
+            return [len(each) // _ID_BYTES for each in contents]
+
+        chunks = windows(len(content), size, overlap, most, index, alone if whole is None else None)
+        spans = tuple((content[start] + shift, content[stop - 1] + 1 + shift) for start, stop in chunks)
+        return ChunkedText(token_ids, spans, offsets(chunks))
 
     def longest_text(self, options: EncodeOptions) -> int:
         """Returns the most tokens of a text that no truncation cuts: the limit minus special tokens and the prompt's tokens."""

@@ -13,6 +13,8 @@ import httpx
 import numpy as np
 import pytest
 from fake_models import SPARSE, WIDTH, FakeBackend, FakeModel, tokens, vector, weights
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from engine.errors import InvalidInput
 from engine.model.folder import load_model_config
@@ -475,7 +477,7 @@ def test_tokens_of_too_many_characters_are_not_shown(serve: Serve) -> None:
 LONG = "Serving models on the GPUs you have. Größe, 東京 and naïve cafés: the tokenizer's offsets are characters, not bytes!"
 
 
-@pytest.mark.parametrize(("size", "overlap"), [(8, 0), (8, 3), (5, 4), (300, 0), (300, 299)])
+@pytest.mark.parametrize(("size", "overlap"), [(8, 0), (8, 3), (5, 3), (300, 0), (300, 299)])
 def test_chunks_cover_the_text(tokenizer: Tokenizer, size: int, overlap: int) -> None:
     chunked = tokenizer.chunk(0, LONG, size, overlap, 1000, None)
     content = tokenizer.encode([LONG], EncodeOptions())[0][1:-1]
@@ -491,6 +493,25 @@ def test_chunks_cover_the_text(tokenizer: Tokenizer, size: int, overlap: int) ->
     for (start, stop), (first, end) in zip(spans, chunked.offsets, strict=True):
         assert len(LONG[:first].encode()) == whole[start].start
         assert len(LONG[:end].encode()) == whole[stop - 1].stop
+
+
+@given(
+    st.lists(st.sampled_from(["unbelievably", "tokenisations", "xyzzyx", "a", "the", "Größe", "東京", "🙂🙃", " ", "\n", "-"])),
+    st.integers(2, 9),
+    st.integers(0, 8),
+)
+def test_no_chunk_has_more_tokens_as_a_text_of_its_own(tokenizer: Tokenizer, words: list[str], size: int, overlap: int) -> None:
+    """A chunk that begins or ends within a word may have other tokens than the whole text has there."""
+    text, overlap = "".join(words), min(overlap, size - 1)
+    assume(text)
+    chunked = tokenizer.chunk(0, text, size, overlap, 1000, None)
+    for (start, stop), (first, last) in zip(chunked.spans, chunked.offsets, strict=True):
+        ids = tokenizer.encode([text[first:last]], EncodeOptions())[0]
+        assert len(ids) - tokenizer.num_special <= max(size, 3 * (stop - start == 1))
+    assert chunked.spans[0][0] == 0
+    assert chunked.spans[-1][1] == max(1, len(chunked.token_ids))
+    for sooner, later in itertools.pairwise(chunked.spans):
+        assert sooner[0] < later[0] <= sooner[1] < later[1]
 
 
 def test_chunks_of_a_whole_text_lie_behind_prompt_and_special_tokens(tokenizer: Tokenizer) -> None:
