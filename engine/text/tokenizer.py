@@ -24,6 +24,7 @@ from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText, original_span, windows
 from engine.text.ids import checked_ids
 from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
+from engine.text.tokenizer_settings import override
 from engine.text.word_table import WordTable
 
 # The most characters of a text for each token of the limit. A longer text is truncated or refused before it is tokenised, so a
@@ -94,6 +95,7 @@ class Tokenizer:
             tokenizer = HFTokenizer.from_file(str(path))
             as_given = tokenizer.post_processor
             settings = Keys.read(folder / "tokenizer_config.json")
+            override(tokenizer, settings)
             if config.generation is None or config.embeds:
                 _add_end_of_text(tokenizer, settings)
             made = cls(tokenizer, config)

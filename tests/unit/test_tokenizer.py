@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers.processors import TemplateProcessing
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import RobertaProcessing, TemplateProcessing
 
 from engine import EmptyInput, InvalidInput, ModelError
 from engine.model.folder import load_model_config
@@ -164,6 +166,70 @@ def test_the_end_of_text_is_put_where_the_config_has_it(
     assert tokenizer.encode(["w0"], EncodeOptions())[0].tolist() == expected
     assert [token.id for token in tokenizer.tokens(["w0"], True, EncodeOptions())[0]] == expected
     assert [token.id for token in tokenizer.tokens(["w0"], False, EncodeOptions())[0]] == [5]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tokenizer_class": "BertTokenizer"},
+        {"do_lower_case": False},
+        {"tokenizer_class": "BertTokenizerFast", "do_lower_case": False, "strip_accents": True},
+        {
+            "tokenizer_class": "DistilBertTokenizer",
+            "do_lower_case": True,
+            "strip_accents": False,
+            "tokenize_chinese_chars": False,
+        },
+        {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False},
+    ],
+)
+def test_a_bert_tokenizer_is_the_one_of_transformers(
+    minilm: Path, tmp_path: Path, settings: dict[str, Any], lowercase: bool
+) -> None:
+    """transformers' classes for BERT take tokenizer_config.json where it contradicts tokenizer.json."""
+    import transformers  # takes seconds
+
+    folder = shutil.copytree(minilm, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"]["lowercase"] = lowercase
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["Hello World", "naïve CAFÉS", "東京タワー 東", "Größe [SEP] x"]
+    found = Tokenizer.load(folder, load_model_config(folder)).encode(texts, EncodeOptions())
+    assert [ids.tolist() for ids in found] == [theirs(text).input_ids for text in texts]
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"add_prefix_space": True}, {"add_prefix_space": False}])
+def test_a_roberta_tokenizer_is_the_one_of_transformers(
+    minilm: Path, tmp_path: Path, settings: dict[str, Any], in_file: bool
+) -> None:
+    import transformers  # takes seconds
+
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    vocab = {token: index for index, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
+    tokenizer = HFTokenizer(BPE(vocab, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=in_file)
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "RobertaTokenizer"} | settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    found = Tokenizer.load(tmp_path, load_model_config(minilm)).encode(["ab c", " ab"], EncodeOptions())
+    assert [ids.tolist() for ids in found] == [theirs(text).input_ids for text in ("ab c", " ab")]
+
+
+def test_settings_of_the_tokenizer_that_are_not_supported_are_named(minilm: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(minilm, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    for settings, words in (
+        ({"split_special_tokens": True}, "split_special_tokens = True is not supported"),
+        ({"tokenizer_class": "BertTokenizer", "do_lower_case": "yes"}, "do_lower_case = 'yes' is not supported"),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        with pytest.raises(ModelError, match=words):
+            Tokenizer.load(folder, load_model_config(folder))
 
 
 def test_an_end_of_text_of_no_vocabulary_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
