@@ -5,7 +5,7 @@ The order is that of the given files; files in a folder are in the order of thei
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,6 +91,7 @@ class Corpus:
             try:
                 batches = self._read_parquet(path, first_row) if _kind(path) == "parquet" else self._read_text(path)
                 for batch in batches:
+                    batch.validate(full=True)  # the reader of JSON lines takes texts that are not UTF-8
                     behind = min(batch.num_rows, max(0, first_row - self._rows_read))
                     self._rows_read += batch.num_rows
                     if behind < batch.num_rows:
@@ -132,6 +133,9 @@ class Corpus:
             raise CorpusError(f"{path} has no rows") from None
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise CorpusError(f"{path} cannot be read: {error}") from error
+        if len(set(schema.names)) < len(schema.names):
+            twice = next(name for name in schema.names if schema.names.count(name) > 1)
+            raise CorpusError(f"{path} has two columns with the name {twice!r}; rename one")
         for name in self._wanted:
             if name not in schema.names:
                 raise CorpusError(f"{path} has no column {name!r}; its columns are {', '.join(schema.names)}")
@@ -188,9 +192,9 @@ def _parsed(path: Path, file: BinaryIO, wanted: Sequence[str]) -> Iterator[pa.Re
                 parsing = pa.csv.ParseOptions(newlines_in_values=True)
                 yield from pa.csv.open_csv(stream, pa.csv.ReadOptions(block_size=_BLOCK_BYTES), parsing, options)
             case _:
-                # A compressed stream has no `readline` of its own.
-                lines = iter(BufferedReader(stream).readline, b"")
-                while texts := [line.rstrip(b"\r\n").decode() for line in islice(lines, _BATCH_ROWS)]:
+                # A compressed stream has no `readline` of its own. The codec drops a byte order mark.
+                lines = TextIOWrapper(BufferedReader(stream), "utf-8-sig", newline="\n")
+                while texts := [line.rstrip("\r\n") for line in islice(lines, _BATCH_ROWS)]:
                     yield pa.record_batch({"text": texts})
 
 

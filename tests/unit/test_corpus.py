@@ -87,6 +87,20 @@ def test_a_csv_text_of_digits_stays_a_text(tmp_path: Path) -> None:
     assert rows(Corpus([tmp_path / "a.csv"], ["text"]), set()) == {0: ["007", "two\nlines"]}
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    content = {"a.txt": "one\ntwo", "a.csv": "text\none\ntwo", "a.jsonl": '{"text": "one"}\n{"text": "two"}'}[name]
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert rows(Corpus([tmp_path / name], ["text"]), set()) == {0: ["one", "two"]}
+
+
+@pytest.mark.parametrize("content", [b'{"id": 1, "text": "\xff"}', b'{"id": "\xff", "text": "a"}'])
+def test_json_lines_that_are_not_utf_8_are_told(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(CorpusError, match=r"a\.jsonl cannot be read: .*Invalid UTF8"):
+        rows(Corpus([tmp_path / "a.jsonl"], ["text"]), set())
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_date_in_json_lines_stays_a_text(tmp_path: Path, name: str) -> None:
     row = {"text": "2024-01-05", "at": "2024-01-05T10:00:00Z", "more": [{"day": "2024-02-30", "on": "2024-02-03", "n": 1.5}]}
@@ -104,6 +118,8 @@ def test_a_date_in_json_lines_stays_a_text(tmp_path: Path, name: str) -> None:
     [
         ("id,text\n1,a\n", "body", "no column 'body'; its columns are id, text"),
         ("", "text", "cannot be read"),
+        ("text,id,id\na,1,2\n", "text", "two columns with the name 'id'; rename one"),
+        ("id,text,text\n1,a,b\n", "text", "two columns with the name 'text'; rename one"),
         ('{"id": 1, "text": "a"}\n', "id", "column 'id' has the type int64, expected text"),
         ('{"id": 1, "text": \n', "text", "cannot be read"),
     ],
