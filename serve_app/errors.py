@@ -8,6 +8,8 @@ import math
 from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, InvalidInput, TokenizerError
 
 _PREFIX = "Input validation error: "
+# The most characters of an error's text, and those of its end if it is longer. The metadata of a gRPC call may have 8 KiB.
+_MAX_CHARS, _END_CHARS = 1000, 300
 
 
 class ApiError(EmberError):
@@ -184,7 +186,12 @@ class BadBody(ApiError):
 
 
 def describe(error: EmberError) -> tuple[int, str, str]:
-    """HTTP status, type and text of an error."""
+    """HTTP status, type and text of an error. A text that repeats a long name of the client is cut in the middle."""
+    status, error_type, text = _described(error)
+    return status, error_type, text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - _END_CHARS]} ... {text[-_END_CHARS:]}"
+
+
+def _described(error: EmberError) -> tuple[int, str, str]:
     match error:
         case ApiError():
             return error.status, error.error_type, str(error)

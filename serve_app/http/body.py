@@ -9,6 +9,7 @@ from serve_app.compute.service import Service
 from serve_app.errors import BadBody
 from serve_app.http.json_shape import num_backslashes, shape_of
 
+_COMPRESSIONS = ("br", "compress", "deflate", "gzip", "x-gzip", "zstd")
 # Seconds without data after which a request is refused.
 _PAUSE_S = 10.0
 # Parsing a body of up to this size is always fast.
@@ -21,13 +22,15 @@ _MOST_VALUES, _MOST_STRINGS, _MOST_BACKSLASHES, _OTHER_OBJECTS = 130_000, 1 << 1
 async def read_body(request: Request, service: Service, hold: Hold) -> bytes:
     """Reads the body. `hold` gets the number of its bytes.
 
-    Raises: BadBody for another content type (415), more bytes or values than the limits (413), or a pause (408), as early as
-        possible; Overloaded if the bodies and answers in flight take too much memory.
+    Raises: BadBody for another content type or a compressed body (415), more bytes or values than the limits (413), or a pause
+        (408), as early as possible; Overloaded if the bodies and answers in flight take too much memory.
     """
     headers, limit = request.headers, service.settings.payload_limit
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise BadBody("Expected request with `Content-Type: application/json`", 415)
+    if (encoding := headers.get("content-encoding", "").strip().lower()) in _COMPRESSIONS:
+        raise BadBody(f"`Content-Encoding` is `{encoding}`, which is not supported; send the body without compression", 415)
     length = headers.get("content-length", "")
     if length.isdigit() and int(length) > limit:
         raise _too_long(limit)

@@ -17,12 +17,13 @@ import pytest
 from fake_models import FakeBackend
 
 from cluster.error_forms import Form
-from engine.errors import BackendError, EngineStopped, NotFinite, TokenizerError
+from engine.errors import BackendError, EngineStopped, InvalidInput, NotFinite, TokenizerError
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
 from engine.results import Embeddings
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
+from serve_app.errors import describe
 from serve_app.http import openapi
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo
@@ -229,6 +230,10 @@ FAILURES = [
         request_headers={"content-type": "text/plain"}, plain=True,
     ),
     Failure(
+        "a compressed body", ALL, 415, "Validation", "`Content-Encoding` is `gzip`, which is not supported; send the",
+        request_headers={"content-encoding": "gzip"}, plain=True,
+    ),
+    Failure(
         "a body too large", ALL, 413, "Validation", "Failed to buffer the request body: length limit exceeded",
         raw=b" " * 100_001, plain=True,
     ),
@@ -395,6 +400,14 @@ def _check_form(answer: httpx.Response, form: Form, failure: Failure) -> None:
         text = content["message"]
         assert content == {"message": text}
     assert text.startswith(failure.text) if failure.plain else text == failure.text
+
+
+def test_a_long_name_in_an_error_is_cut_but_not_the_reason() -> None:
+    name = "x" * 100_000
+    _, _, text = describe(InvalidInput(f"`prompt_name` is `{name}`, which does not exist; leave it out"))
+    assert text.startswith(f"{P}`prompt_name` is `xxx")
+    assert text.endswith("xxx`, which does not exist; leave it out")
+    assert len(text) < 1010
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/"])
