@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -135,7 +135,8 @@ def check_sampling(options: SamplingOptions, vocab_size: int) -> None:
     }
     for name, (least, most) in limits.items():
         value = getattr(options, name)
-        if value is not None and not (least <= value <= most and isfinite(value)):
+        # not `isfinite`, which fails for a whole number beyond all floats
+        if value is not None and not (least <= value <= most and value != inf):
             allowed = f"{least} or more" if most == inf else f"a number from {least} to {most}"
             raise InvalidInput(f"{name} is {value}, expected {allowed}")
     for token, bias in options.logit_bias:

@@ -236,3 +236,7 @@ def test_what_nobody_can_generate_is_refused_with_the_numbers(generator: Callabl
 def test_sampling_options_out_of_range_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         check_sampling(SamplingOptions(**{"max_tokens": 4} | wrong), 300)
+
+
+def test_a_whole_number_beyond_all_floats_is_a_number() -> None:
+    check_sampling(SamplingOptions(4, min_tokens=10**400), 300)
