@@ -97,7 +97,8 @@ def _explain(first: ErrorDetails, schema: type[BaseModel]) -> str:
         given = "empty" if first["input"] is None else _short(first["input"])
         return f"{where or 'the file'} is {given}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
     reason = first["msg"].removeprefix("Value error, ")
-    if isinstance(first["input"], dict):  # a rule about several keys; the reason names them
+    # A rule about several keys names them in its reason. An API key is a secret.
+    if isinstance(first["input"], dict) or "api_key" in first["loc"]:
         return f"{where}: {reason}" if where else reason
     return f"{where} = {_short(first['input'])}: {reason}"
 

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from cluster import plan_report
 from cluster.catalogue import CATALOGUE
 from cluster.files import ClusterError
-from cluster.models_file import ModelEntry, ModelsFile, load_models
+from cluster.models_file import ModelEntry, ModelsFile, load_models, parse_models
 from cluster.nodes import CARD_RESERVE, GIB, Card, Node, load_nodes
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
@@ -445,6 +445,13 @@ def test_a_catalogue_is_of_our_engine_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="neither a folder here nor in the Hub's cache"):
         planned(MIXED, entry("a", "BAAI/bge-m3", backend="transformers"))
+
+
+@pytest.mark.parametrize("key", ["12345678", "[12345678]", "{a: 12345678}"])
+def test_an_error_does_not_tell_an_api_key(key: str) -> None:
+    with pytest.raises(ClusterError, match=r"line 2: settings\.api_key: Input should be a valid string") as caught:
+        parse_models(f"models: [{{name: a, model: x}}]\nsettings: {{api_key: {key}}}")
+    assert "12345678" not in str(caught.value)
 
 
 BAD_MODELS = [
