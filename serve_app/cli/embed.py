@@ -82,6 +82,8 @@ def embed(
     from serve_app.corpus.progress import Progress
     from serve_app.corpus.task import Task, check_options
 
+    if rerank == column:
+        raise InvalidInput(f"--rerank and --column are both {column!r}; name a column with queries and another one with texts")
     texts = (column,) if rerank is None else (rerank, column)
     files = Corpus(_paths(corpus), texts)  # before the model, because this check is faster
     task = Task(dimensions, output_dtype, prompt, prompt_name, input_type, max_tokens)

@@ -28,6 +28,8 @@ _PATIENCE_S = 600.0
 _LONGEST_WAIT_S = 30.0
 # Seconds without a byte of the answer. The server's own timeout, `request_timeout_s`, is usually shorter.
 _TIMEOUT_S = 300.0
+# The parts of an emberforge server's `/info` that a job needs.
+_INFO = {"served_model_name", "model_dtype", "model_sha", "model_type", "max_client_batch_size"}
 _OF_THE_ROWS = (400, 413, 422, 424)
 _FOR_NOW = (429, 500, 502, 503, 504)
 
@@ -50,6 +52,9 @@ class RemoteWorker:
         self.revision: str | None = None
         query = "" if model is None else f"?{urllib.parse.urlencode({'model': model})}"
         info, _ = self._ask(f"/info{query}")
+        if not isinstance(info, dict) or (missing := sorted(_INFO - info.keys())):
+            said = "it is no object" if not isinstance(info, dict) else f"it has no `{missing[0]}`"
+            raise CorpusError(f"{self._url}/info is not the answer of an emberforge server: {said}; give another --url")
         self._patience_s = _PATIENCE_S
         self.model, self.dtype, self.revision = info["served_model_name"], info["model_dtype"], info["model_sha"]
         self.kind: Kind = kind_of(self.model, set(info["model_type"]), ranks)
@@ -99,6 +104,8 @@ class RemoteWorker:
                 with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
                     self._check_revision(answer.headers["x-model-revision"])
                     return orjson.loads(answer.read()), answer.headers
+            except orjson.JSONDecodeError:
+                raise CorpusError(f"{self._url}{path} does not answer with JSON, so it is no emberforge server") from None
             except urllib.error.HTTPError as error:
                 reason = f"{error.code}: {_message(error)}"
                 if error.code in _OF_THE_ROWS:

@@ -491,6 +491,29 @@ def test_a_wrong_url_is_named(url: str) -> None:
         RemoteWorker(url, None, None, 4, Task(), ranks=False)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"<html>", r"/info does not answer with JSON, so it is no emberforge server"),
+        (b"[]", r"/info is not the answer of an emberforge server: it is no object"),
+        (b'{"model_id": "a", "model_type": {}}', r"it has no `max_client_batch_size`"),
+    ],
+)
+def test_a_server_of_another_kind_is_told(content: bytes, words: str) -> None:
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": content})
+
+    with served(other) as address, pytest.raises(CorpusError, match=words):
+        RemoteWorker(address, None, None, 4, Task(), ranks=False)
+
+
+def test_queries_and_texts_are_two_columns(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["embed", str(tmp_path), "-o", str(tmp_path / "out"), "--rerank", "text"])
+    assert isinstance(result.exception, InvalidInput)
+    assert "--rerank and --column are both 'text'" in str(result.exception)
+
+
 def test_a_server_that_is_not_there_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
