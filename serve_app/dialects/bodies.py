@@ -19,8 +19,8 @@ class ModelBody(Body):
     model: str | None = None
 
 
-class Prompted(ModelBody):
-    """A body that may choose the prompt before each text. `EncodeOptions` describes the fields."""
+class PromptChoice(Body):
+    """The fields that choose the prompt before each text. `EncodeOptions` describes them."""
 
     prompt_name: str | None = None
     prompt: str | None = None
@@ -28,6 +28,10 @@ class Prompted(ModelBody):
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
         return EncodeOptions(auto_truncate, None, self.prompt_name, self.prompt, self.input_type)
+
+
+class Prompted(PromptChoice, ModelBody):
+    """A body that may choose the prompt before each text."""
 
 
 class Ranking(ModelBody):

@@ -29,7 +29,7 @@ from serve_app.dialects.tei_bodies import (
     EmbedHybridRequest,
     EmbedRequest,
     EmbedSparseRequest,
-    Encoding,
+    EncodingChoice,
     PredictRequest,
     RerankRequest,
     SimilarityRequest,
@@ -99,7 +99,7 @@ async def answer(service: Service, state: RequestState, model: ServedModel, body
         case EmbedHybridRequest():
             return await _hybrid(service, state, model, body)
         case SimilarityRequest(parameters=parameters):
-            encoding = (parameters or Encoding()).encode_options(truncate)
+            encoding = (parameters or EncodingChoice()).encode_options(truncate)
             vectors = np.asarray((await embed(service, state, model, inputs_of(body), encoding, EmbedOptions())).vectors)
             return vectors[1:] @ vectors[0]
         case PredictRequest():

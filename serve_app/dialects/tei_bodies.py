@@ -7,11 +7,11 @@ from pydantic import Field
 from engine.options import EncodeOptions
 from serve_app.compute.parameters import Body, Chunking, HybridOutput
 from serve_app.compute.quantize import OutputDtype
-from serve_app.dialects.bodies import ModelBody, Prompted, Ranking
+from serve_app.dialects.bodies import ModelBody, PromptChoice, Prompted, Ranking
 from serve_app.dialects.fields import Classified, Dimensions, Direction, IdLists, Inputs, Items, TextList, Texts
 
 
-class Encoding(Prompted):
+class EncodingChoice(PromptChoice):
     """Options of tokenisation. `truncate` null means the server's `auto_truncate`."""
 
     truncate: bool | None = None
@@ -20,6 +20,10 @@ class Encoding(Prompted):
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
         truncate = auto_truncate if self.truncate is None else self.truncate
         return EncodeOptions(truncate, _direction(self), self.prompt_name, self.prompt, self.input_type)
+
+
+class Encoding(EncodingChoice, ModelBody):
+    """A body with options of tokenisation."""
 
 
 class EmbedRequest(Encoding):
@@ -54,7 +58,7 @@ class Sentences(Body):
 
 class SimilarityRequest(ModelBody):
     inputs: Sentences
-    parameters: Encoding | None = None
+    parameters: EncodingChoice | None = None
 
 
 class PredictRequest(ModelBody):
@@ -100,6 +104,6 @@ TaskBody = (
 )
 
 
-def _direction(body: Encoding | PredictRequest | RerankRequest) -> Direction | None:
+def _direction(body: EncodingChoice | PredictRequest | RerankRequest) -> Direction | None:
     """The side that the request names. None: it names none, so the model's own side is cut."""
     return body.truncation_direction if "truncation_direction" in body.model_fields_set else None

@@ -25,6 +25,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import Qos
 from serve_app.errors import describe
 from serve_app.http import openapi
+from serve_app.http import routes as table
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
@@ -466,3 +467,11 @@ def test_every_documented_status_is_provoked_and_the_other_way_round() -> None:
             provoked.add((path, _status(failure, form)))
     known = {path for path, _ in documented}
     assert documented == {(path, status) for path, status in provoked if path in known}
+
+
+def test_the_model_is_a_field_of_the_whole_body_only() -> None:
+    """A part of a body with such a field would be ignored, and another model would answer."""
+    document = openapi.document("")
+    bodies = {body.__name__ for route in table.ROUTES for body in route.bodies}
+    schemas = document["components"]["schemas"]
+    assert {name for name, schema in schemas.items() if "model" in schema.get("properties", {})} <= bodies
