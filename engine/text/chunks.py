@@ -11,7 +11,7 @@ from engine.options import TokenIds
 # Gives the number of tokens that each chunk has as a text of its own. A chunk is [start, stop) in tokens of the whole text.
 Alone = Callable[[list[tuple[int, int]]], list[int]]
 
-# Chunks whose lengths are found in one call.
+# The most chunks whose lengths are found in one call.
 _AT_ONCE = 64
 
 
@@ -36,22 +36,22 @@ def windows(num_tokens: int, size: int, overlap: int, most: int, index: int, alo
             ends within a word, stops earlier. Only a chunk of one token may have more.
     Raises: InvalidInput for more than `most` chunks.
     """
-    chunks, start, stop = list[tuple[int, int]](), 0, 0
+    chunks, start, stop, at_once = list[tuple[int, int]](), 0, 0, _AT_ONCE
     while stop < num_tokens:
         starts = range(start, max(start + 1, num_tokens - overlap), size - overlap)
         if (num_chunks := len(chunks) + len(starts)) > most:
             raise InvalidInput(f"`chunking` makes {num_chunks} chunks of input {index}, {most} at most; take larger ones")
-        part = [(each, min(each + size, num_tokens)) for each in starts[:_AT_ONCE]]
+        part = [(each, min(each + size, num_tokens)) for each in starts[:at_once]]
         lengths = [size] * len(part) if alone is None else alone(part)
         num_fit = next((place for place, length in enumerate(lengths) if length > size), len(part))
         chunks += part[:num_fit]
         if alone is None or num_fit == len(part):
-            start = chunks[-1][1] - overlap
+            start, at_once = chunks[-1][1] - overlap, min(2 * at_once, _AT_ONCE)
         else:
             first, last = _shortened(part[num_fit], size, alone)
             if not chunks or last > chunks[-1][1]:  # otherwise it is a part of the chunk before
                 chunks.append((first, last))
-            start = max(first + 1, last - overlap)
+            start, at_once = max(first + 1, last - overlap), num_fit + 1  # few, if many chunks end earlier
         stop = chunks[-1][1]
     return chunks
 

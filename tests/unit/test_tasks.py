@@ -15,6 +15,9 @@ import pytest
 from fake_models import SPARSE, WIDTH, FakeBackend, FakeModel, tokens, vector, weights
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from engine.errors import InvalidInput
 from engine.model.folder import load_model_config
@@ -512,6 +515,25 @@ def test_no_chunk_has_more_tokens_as_a_text_of_its_own(tokenizer: Tokenizer, wor
     assert chunked.spans[-1][1] == max(1, len(chunked.token_ids))
     for sooner, later in itertools.pairwise(chunked.spans):
         assert sooner[0] < later[0] <= sooner[1] < later[1]
+
+
+def test_a_text_whose_chunks_all_end_earlier_is_tokenised_a_few_times(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each emoji has four tokens. A chunk of 30 tokens begins or ends within one, and would have 32 tokens alone."""
+    library = HFTokenizer(BPE({char: index for index, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    library.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    of_bytes, text = Tokenizer(library, tokenizer._config), "🙂" * 3000
+    num_chars, contents = [0], Tokenizer._contents
+
+    def counted(self: Tokenizer, texts: list[str]) -> list[bytes]:
+        num_chars[0] += sum(map(len, texts))
+        return contents(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "_contents", counted)
+    chunked = of_bytes.chunk(0, text, 30, 0, 1000, None)
+    assert {end - start for start, end in chunked.offsets[:-1]} == {7}
+    assert num_chars[0] < 5 * len(text)
 
 
 def test_chunks_of_a_whole_text_lie_behind_prompt_and_special_tokens(tokenizer: Tokenizer) -> None:
