@@ -15,6 +15,12 @@ from engine.errors import EmberError
 File = TypeVar("File", bound=BaseModel)
 
 _LONGEST_VALUE = 200  # characters of a value in an error
+# pydantic's reasons name Python's types.
+_OF_YAML = {
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+    "dict_type": "expected a mapping",
+}
 
 
 class ClusterError(EmberError):
@@ -96,15 +102,19 @@ def _explain(first: ErrorDetails, schema: type[BaseModel]) -> str:
     if first["type"] == "model_type":
         given = "empty" if first["input"] is None else _short(first["input"])
         return f"{where or 'the file'} is {given}, not a mapping with {', '.join(_keys_at(schema, first['loc']))}"
-    reason = first["msg"].removeprefix("Value error, ")
-    # A rule about several keys names them in its reason. An API key is a secret.
+    reason = _OF_YAML.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+    if first["type"] == "too_short":
+        reason = reason.replace("Tuple", "List").replace(" after validation", "")
+    # A rule about several keys names them in its reason, and a whole mapping is no help. An API key is a secret.
     if isinstance(first["input"], dict) or "api_key" in first["loc"]:
         return f"{where}: {reason}" if where else reason
     return f"{where} = {_short(first['input'])}: {reason}"
 
 
 def _short(value: object) -> str:
-    """The value in Python's form, shortened to at most a few lines."""
+    """The value in Python's form, shortened to at most a few lines. An API key in a list or a mapping is not shown."""
+    if isinstance(value, list | dict) and "api_key" in repr(value):
+        return "a list or a mapping with an api_key"
     return reprlib.repr(value) if isinstance(value, list | dict) else repr(value)[:_LONGEST_VALUE]
 
 
