@@ -33,7 +33,8 @@ def fault_of(error: ValidationError, body: Any) -> Fault:
     errors = error.errors(include_url=False)
     first = errors[0]
     if first["type"] == "json_invalid":
-        return Fault("", first["msg"].removeprefix("Invalid JSON: "), False)
+        hint = "; `\\uD800` to `\\uDFFF` are valid only in pairs" if "hex escape" in first["msg"] else ""
+        return Fault("", first["msg"].removeprefix("Invalid JSON: ") + hint, False)
     start = _path(first, body)
     of_place = [(path, each) for each in errors[:_MOST_ERRORS] if (path := _path(each, body))[: len(start)] == start]
     path, _ = max(of_place, key=lambda found: len(found[0]))

@@ -69,6 +69,9 @@ def test_an_error_of_the_json_has_the_place() -> None:
     for parse in (parse_body, parse_request):
         with pytest.raises(EmberError, match=r"JSON: EOF while parsing a value at line 1 column 10$"):
             parse(ChatRequest, b'{"model": ')
+        for half in (rb"\ud83d", rb"\ude42", rb"\ud83dx"):
+            with pytest.raises(EmberError, match=r"JSON: .* hex escape at line 1 column \d+; .* are valid only in pairs$"):
+                parse(ChatRequest, b'{"model": "%b"}' % half)
 
 
 def test_nan_in_an_unknown_field_does_not_choose_the_wrong_schema() -> None:
