@@ -54,7 +54,8 @@ def _command(path: str, command: click.Command) -> Iterator[str]:
     settings = (
         [each for each in command.params if each.name in Settings.model_fields] if names >= Settings.model_fields.keys() else []
     )
-    options = [each for each in command.params if each not in settings and not _is_teis(each) and each.name != "help"]
+    teis = [each for each in command.params if settings and _is_teis(each)]  # docs/coming-from/tei.md lists them
+    options = [each for each in command.params if each not in (*settings, *teis) and each.name != "help"]
     yield from (f"## {path}", "", (command.help or "").replace("\n\n", "\n").strip(), "")
     if settings:
         yield from ("Takes every [setting](settings.md) as an option.", "")

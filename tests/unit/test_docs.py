@@ -7,9 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from cluster.models_file import ModelEntry, ModelsFile
 from docs.generate import DOCS, PARTS, PICTURES, filled
+from serve_app.cli.commands import cli
 
 ROOT = DOCS.parent
 GENERATED = [path for path in sorted(DOCS.rglob("*.md")) if "<!-- generated: " in path.read_text(encoding="utf-8")]
@@ -43,6 +45,21 @@ def test_each_key_of_models_yaml_is_explained() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     keys = {*ModelEntry.model_fields, *ModelsFile.model_fields}
     assert [key for key in sorted(keys) if f"`{key}`" not in text] == []
+
+
+def test_each_option_of_a_command_is_on_the_page_of_commands() -> None:
+    """A command that takes every setting has a line for all of them, and TEI's options have a page of their own."""
+    text = (DOCS / "commands.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## emberforge ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE))
+    commands = {}
+    for name, command in typer.main.get_command(cli).commands.items():  # type: ignore[attr-defined]
+        below = getattr(command, "commands", None)
+        commands |= {name: command} if below is None else {f"{name} {key}": value for key, value in below.items()}
+    assert sections.keys() == commands.keys()
+    for name, section in sections.items():
+        if "Takes every [setting]" not in section:
+            options = {option for each in commands[name].params for option in each.opts if option.startswith("--")}
+            assert [option for option in sorted(options - {"--help"}) if f"`{option}`" not in section] == [], name
 
 
 def test_each_decision_begins_with_what_and_why() -> None:
