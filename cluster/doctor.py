@@ -6,10 +6,12 @@ import platform
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import psutil
 import torch
 from huggingface_hub import constants
 
@@ -148,4 +150,14 @@ def _port(port: int) -> Check:
     if not taken:
         return Check("port", f"{port} is free")
     by = machine_limits.holder(port) or "an unknown process"
+    if any(_is_ours(pid) for pid in machine_limits.pids_at(port)):
+        return Check("port", f"emberforge uses {port}: {by}")
     return Check("port", f"{by} uses {port}", "end that process, or choose another port with --port")
+
+
+def _is_ours(pid: int | None) -> bool:
+    """Whether this process is HAProxy of an emberforge server or node. It has the environment of Ray's processes."""
+    name = "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"
+    with suppress(psutil.Error, OSError):
+        return pid is not None and psutil.Process(pid).environ().get(name) == SERVE_ENV[name]
+    return False

@@ -43,11 +43,7 @@ def holder(port: int) -> str | None:
 
     The text does not name a process of another user.
     """
-    try:
-        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    except (psutil.Error, OSError):
-        return None
-    pids = {each.pid for each in listening if each.laddr and each.laddr.port == port}
+    pids = pids_at(port)
     if not pids:
         return None
     pid = max(pids, key=lambda each: each or 0)
@@ -57,6 +53,15 @@ def holder(port: int) -> str | None:
         return f"process {pid} ({psutil.Process(pid).name()})"
     except psutil.Error:
         return f"process {pid}"
+
+
+def pids_at(port: int) -> set[int | None]:
+    """The processes that listen on a TCP port of this machine. None stands for a process of another user."""
+    try:
+        listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    except (psutil.Error, OSError):
+        return set()
+    return {each.pid for each in listening if each.laddr and each.laddr.port == port}
 
 
 def problems() -> list[str]:

@@ -108,6 +108,7 @@ def start(
         address=None if head else cluster_address,
         port=port,
         dashboard_port=dashboard_port,
+        folder=machine_limits.ray_folder() / "ray",
         ip=ip,
         redis_password=environ.get("RAY_REDIS_PASSWORD"),
     )
@@ -224,7 +225,7 @@ def _launch(
         member = _wait_until_alive(address, labels, environ)
         if started.head:
             address = host_port(member.ip, int(address.rpartition(":")[2]))
-        note = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"  # noqa: S108
+        note = machine_limits.ray_folder() / "ray" / "ray_current_cluster"
         started = replace(started, session=session, address=address, note=str(note), noted=content(note))
         started = replace(started, processes=tuple(recorded(find_processes(started))))
         write_record(home, started)

@@ -1,6 +1,7 @@
 """The arguments and the environment of `ray start` on a node. Pure functions: they start nothing."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from cluster import haproxy
 from cluster.files import ClusterError
@@ -23,12 +24,14 @@ def ray_arguments(
     address: str | None,
     port: int,
     dashboard_port: int,
+    folder: Path,
     ip: str | None = None,
     redis_password: str | None = None,
 ) -> list[str]:
     """The arguments of `ray start`. Without `address` the node is the head.
 
     Args:
+        folder: Ray's folder on this node. Without it a node that joins would use the path of the head's folder.
         ip: the address at which the other nodes reach this one. None lets Ray take the address on the route to the head.
     """
     head = ["--head", f"--port={port}", "--include-dashboard=true", "--dashboard-host=127.0.0.1"]
@@ -36,6 +39,7 @@ def ray_arguments(
     return [
         *([f"--address={address}"] if address else [*head, f"--dashboard-port={dashboard_port}"]),
         *([f"--node-ip-address={ip}"] if ip else []),
+        f"--temp-dir={folder}",
         f"--num-cpus={node.num_cpus}",
         f"--num-gpus={len(node.cards)}",
         f"--object-store-memory={store_bytes}",

@@ -62,13 +62,16 @@ def choose_dtype(name: str, device: torch.device, overflows_float16: bool) -> to
     """The dtype of this name. "auto" is bfloat16 if the device multiplies it natively. Otherwise it is float16 on a GPU if the
     model does not overflow float16, else float32.
 
-    Raises: ModelError for float16 on a CPU or for a model that overflows it, and for 8 bits on a device that lacks them.
+    Raises: ModelError for an unknown name, for float16 on a CPU or for a model that overflows it, and for 8 bits on a device that
+        lacks them.
     """
     if name == "auto":
         if has_native_bf16(device):
             return torch.bfloat16
         return torch.float16 if device.type == "cuda" and not overflows_float16 else torch.float32
-    dtype = DTYPES[cast(DtypeName, name)]
+    dtype = DTYPES.get(cast(DtypeName, name))
+    if dtype is None:
+        raise ModelError(f"dtype is {name!r}, expected auto, {', '.join(DTYPES)}")
     if dtype == torch.float16 and device.type == "cpu":
         raise ModelError("float16 is not supported on a CPU; use bfloat16 or float32")
     if dtype == torch.float16 and overflows_float16:

@@ -61,7 +61,7 @@ def embed(
     rows_per_file: Annotated[
         int, Option(min=1, help="Rows of an output file; a kill loses the work on at most three files")
     ] = 8192,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16, or on a GPU float16, float8, int8 or int4")] = "auto",
     url: Annotated[
         str | None, Option(help="Compute on this running server, with its free capacity, instead of this machine")
     ] = None,

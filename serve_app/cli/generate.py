@@ -61,7 +61,11 @@ class Options:
         _option(text="Number of the GPU, or cpu; several GPUs (0,1) share the model's layers", default="0, else cpu"),
     ] = None
     dtype: Annotated[
-        str, _option(text="float32, bfloat16, or on a GPU float16", default="auto: bfloat16 if the device supports it")
+        str,
+        _option(
+            text="float32, bfloat16, or on a GPU float16, float8, int8 or int4",
+            default="auto: bfloat16 if the device supports it",
+        ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         str, Option(help="auto, fp8 or int8; fp8 and int8 keep keys and values in 8 bits, for twice the tokens in the KV cache")

@@ -110,7 +110,7 @@ def config(settings: Settings, output: Path | None) -> None:
         for name, value in os.environ.items()
         if name.startswith("OTEL_") and not name.endswith("_HEADERS")  # these hold secrets
     }
-    exports = "".join(f"#   export {name}={value}\n" for name, value in (SERVE_ENV | traced).items())
+    exports = "".join(f"#   export {name}={shlex.quote(value)}\n" for name, value in (SERVE_ENV | traced).items())
     text = (
         "# Deploy with: serve deploy FILE\n"
         "# Every node needs emberforge installed, and this environment before `ray start`:\n"

@@ -8,6 +8,7 @@ import torch
 
 from cluster import doctor
 from engine import devices
+from engine.errors import ModelError
 
 CPU = torch.device("cpu")
 # Linux's reports of one processor each, for the GB10 of a DGX Spark, Grace, Ampere Altra and Raspberry Pi 5.
@@ -60,3 +61,10 @@ def test_a_cpus_instructions_are_found_on_x86_and_arm(
     monkeypatch.setattr(doctor, "choose_device", lambda name: CPU)
     found = doctor._kernels().found
     assert found.endswith(f", {shown}") if shown else not {"bf16", "i8mm", "sve2", "avx2"} & set(found.split(", "))
+
+
+def test_an_unknown_dtype_is_named_with_the_known_ones() -> None:
+    """`emberforge generate`, `chat` and `embed`, and a program, give their dtype unchecked."""
+    known = "auto, float32, bfloat16, float16, float8, int8, int4"
+    with pytest.raises(ModelError, match=f"dtype is 'nope', expected {known}"):
+        devices.choose_dtype("nope", CPU, False)

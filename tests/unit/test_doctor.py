@@ -3,15 +3,18 @@
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from cluster import doctor, machine_limits, node_processes
-from cluster.local_ray import free_port
+from cluster.local_ray import SERVE_ENV, free_port
 from cluster.node_processes import Started, write_record
 
 MIB = 1 << 20
@@ -101,6 +104,20 @@ def test_who_holds_a_port_is_named(taken: int) -> None:
     free = free_port()
     assert machine_limits.holder(free) is None
     assert doctor._port(free) == doctor.Check("port", f"{free} is free")
+
+
+def test_a_port_of_our_own_haproxy_is_no_problem() -> None:
+    """At the port of a running node, or of a running server, HAProxy listens. It has the environment of Ray's processes."""
+    program = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    given: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    other = {name: value for name, value in os.environ.items() if name not in SERVE_ENV}
+    for environment, problem in ((other, True), (other | SERVE_ENV, False)):
+        with subprocess.Popen([sys.executable, "-c", program], env=environment, **given) as process:
+            port = int(process.stdout.readline())
+            check = doctor._port(port)
+            process.communicate("\n")
+        assert f"process {process.pid} " in check.found
+        assert (check.problem is not None) == problem
 
 
 def test_a_process_of_another_user_is_found_without_its_name(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:

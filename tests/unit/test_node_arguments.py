@@ -29,7 +29,7 @@ TOKEN = Token(Path("/home/me/token"))
 
 
 def arguments(node: Node, **more: object) -> list[str]:
-    given = {"address": None, "port": 6379, "dashboard_port": 8265} | more
+    given = {"address": None, "port": 6379, "dashboard_port": 8265, "folder": Path("/tmp/ray")} | more
     return ray_arguments(node, node_labels(node, None), GIB, **given)  # type: ignore[arg-type]
 
 
@@ -84,8 +84,9 @@ def test_a_head_listens_and_its_dashboard_is_seen_from_this_machine_only() -> No
 
 
 def test_a_worker_is_given_the_address_and_nothing_of_a_head() -> None:
-    given = arguments(CPU_NODE, address="10.0.0.1:6379")
+    given = arguments(CPU_NODE, address="10.0.0.1:6379", folder=Path("/data/ray"))
     assert given[0] == "--address=10.0.0.1:6379"
+    assert "--temp-dir=/data/ray" in given, "Ray would use the path of the head's folder"
     assert "--num-gpus=0" in given
     assert not any(each.startswith(("--head", "--port", "--include-dashboard", "--dashboard")) for each in given)
 

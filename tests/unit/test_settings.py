@@ -1,11 +1,14 @@
 """Settings: the order of three sources, and errors that name the source, the value and what to do."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from cluster.local_ray import SERVE_ENV
 from cluster.model_spec import pool_name
 from serve_app.app import ModelArgs, Share, deploy_config, machine_share
+from serve_app.cli.serve import config
 from serve_app.gateway.config import GatewayArgs
 from serve_app.replica.pool import PoolArgs
 from serve_app.settings import Settings, SettingsError, load_settings
@@ -162,3 +165,13 @@ def test_a_folder_becomes_absolute_and_keeps_its_name(tmp_path: Path, monkeypatc
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().port = 5  # type: ignore[misc]
+
+
+def test_a_shell_takes_the_environment_of_the_written_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """A user pastes these lines without the signs of a comment. A value may have spaces."""
+    config(load_settings({}, {}), None)
+    lines = [line.removeprefix("#   ") for line in capsys.readouterr().out.splitlines() if line.startswith("#   export ")]
+    script = "\n".join(["set -e", *lines, "/usr/bin/env -0"])
+    done = subprocess.run(["/bin/sh", "-c", script], env={}, capture_output=True, text=True, check=True)
+    given = dict(each.split("=", 1) for each in done.stdout.split("\0") if each)
+    assert SERVE_ENV.items() <= given.items()
