@@ -4,6 +4,7 @@
 """
 
 import re
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,52 @@ def test_each_decision_begins_with_what_and_why() -> None:
     top = re.compile(r"# .+\n\n> Decision: .+\n(> .+\n)*>\n> Reason: ")
     assert pages
     assert [page.name for page in pages if not top.match(page.read_text(encoding="utf-8"))] == []
+
+
+# Figures of pages: the page, its words, the number of decimals, and the table, row and column in loadtests/results.
+FIGURES = [
+    (
+        "README.md",
+        "[{} times](loadtests/results/engine.md)",
+        1,
+        "engine",
+        "Qwen3-Embedding-0.6B | bfloat16 | mixed | 8192 |",
+        "FA2",
+    ),
+    ("README.md", "[{} times](loadtests/results/generate.md)", 1, "generate", "Qwen3-4B | 128 | 0 | 64 |", "ours / vLLM"),
+    (
+        "docs/generation.md",
+        "at {} times (edited code)",
+        1,
+        "speculation_gpu",
+        "Qwen3-8B's shape, bf16 | code editing |",
+        "with / without",
+    ),
+    (
+        "docs/generation.md",
+        "{} times (quotes)",
+        1,
+        "speculation_gpu",
+        "Qwen3-8B's shape, bf16 | summarising with quotes",
+        "with / without",
+    ),
+    ("docs/models.md", "{} nats a token in int8", 3, "perplexity", "int8, rows of x and of W |", "loss in nats"),
+    ("docs/models.md", "{} in float8", 3, "perplexity", "float8, rows of x and of W |", "loss in nats"),
+    ("docs/models.md", "{} in int4", 2, "perplexity", "int4, W in groups of 64 |", "loss in nats"),
+    ("docs/models.md", "by {} and 0.8 at most", 1, "perplexity", "float32 | fp8 |", "largest difference"),
+    ("docs/models.md", "and {} at most", 1, "perplexity", "float32 | int8 |", "largest difference"),
+    ("docs/models.md", "{} times as fast as with", 2, "kv_cache_dtype", "decode of 16 behind 8,192 |", "fp8 / auto"),
+    ("docs/embed.md", "a job has {} of", 2, "embed_corpus_gpu", "median |", "rate, job : alone"),
+]
+
+
+@pytest.mark.parametrize(("page", "words", "decimals", "table", "row", "column"), FIGURES, ids=lambda value: str(value)[:20])
+def test_a_figure_is_the_measured_one(page: str, words: str, decimals: int, table: str, row: str, column: str) -> None:
+    """A new measurement changes the table. The pages have to follow."""
+    lines = (ROOT / "loadtests" / "results" / f"{table}.md").read_text(encoding="utf-8").splitlines()
+    number = next(number for number, line in enumerate(lines) if line.startswith(f"| {row}"))
+    head = max(each for each in range(number) if lines[each].startswith("|---")) - 1
+    (place,) = [at for at, name in enumerate(lines[head].split("|")) if name.strip().endswith(column)]
+    measured = Decimal(lines[number].split("|")[place].strip())
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert words.format(measured.quantize(Decimal(10) ** -decimals, ROUND_HALF_UP)) in text
