@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from cluster import plan_report
 from cluster.models_file import ModelEntry, ModelsFile
+from cluster.nodes import GIB, Card, Node
+from cluster.plan import Plan
 from docs.generate import DOCS, PARTS, PICTURES, filled
 from serve_app.cli.commands import cli
 
@@ -117,3 +120,15 @@ def test_a_figure_is_the_measured_one(page: str, words: str, decimals: int, tabl
     measured = Decimal(lines[number].split("|")[place].strip())
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert words.format(measured.quantize(Decimal(10) ** -decimals, ROUND_HALF_UP)) in text
+
+
+def test_the_pages_lines_of_a_pipeline_are_those_of_a_plan() -> None:
+    text = (DOCS / "planning-generation.md").read_text(encoding="utf-8")
+    card = Card("NVIDIA GeForce RTX 5080", int(15.9 * GIB))
+    file = ModelsFile.model_validate({"models": [{"name": "chat", "model": "Qwen/Qwen3-8B"}]})
+    one_node = [Node("pc", "amd64", 64 * GIB, 16, (card, card))]
+    two_nodes = [Node(name, "amd64", 64 * GIB, 16, (card,)) for name in ("one", "other")]
+    notes = [note for nodes in (one_node, two_nodes) for note in plan_report.notes(Plan(file, nodes))]
+    lines = [line for line in text.splitlines() if line.startswith("chat.")]
+    assert lines
+    assert [line for line in lines if line not in notes] == []
