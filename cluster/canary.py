@@ -146,6 +146,8 @@ class Tally:
 
 
 def figures(old: Tally, new: Tally) -> str:
+    if not new.requests:  # without keys, if the vectors differ
+        return f"new version: no requests, so the trial shows only that it starts; old version: {old}"
     return f"new version: {new}; old version: {old}"
 
 

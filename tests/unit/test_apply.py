@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from cluster.applied import History
 from cluster.apply import Update, deploy, difference
-from cluster.canary import Canary, Tally, is_worse, tell, version_of, versioned
+from cluster.canary import Canary, Tally, figures, is_worse, tell, version_of, versioned
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
 from cluster.serve_client import ServeClient
@@ -543,6 +543,10 @@ def test_few_requests_and_few_failures_say_nothing() -> None:
     assert is_worse(tally(0), tally(3, 3), ended=False)
     assert not is_worse(tally(0), tally(0, seconds=0.05))
     assert str(Tally()) == "0 of 0 requests failed"
+    assert figures(tally(0), tally(1)).startswith("new version: 1 of ")
+    assert figures(tally(0), Tally()).startswith(
+        "new version: no requests, so the trial shows only that it starts; old version: 0 of"
+    )
     assert Tally().plus(tally(1)).p95_s == tally(1).p95_s
 
 
