@@ -457,11 +457,14 @@ class Stream(Waiting):
         except Exception as error:
             self.fail(error)
 
+    @property
+    def queue_s(self) -> float:
+        """The wait for the first pass; 0 before it, and if `go_on_after` completed the answer."""
+        return 0.0 if self.first_scheduled_at is None else self.first_scheduled_at - self.submitted_at
+
     def _end(self, reason: FinishReason, token: Token | None = None) -> None:
-        begun_at = self.first_scheduled_at
-        queue_s = 0.0 if begun_at is None else begun_at - self.submitted_at  # None: `go_on_after` completed the answer
         counts = len(self.prompt), self.num_cached_tokens
-        result = Answer(tuple(self.answer), reason, *counts, queue_s, token, self.prompt_tokens)
+        result = Answer(tuple(self.answer), reason, *counts, self.queue_s, token, self.prompt_tokens)
         with suppress(InvalidStateError):  # the caller has left
             self.future.set_result(result)
 

@@ -189,6 +189,7 @@ class Generation:
             self._delivery.forget(answer.stream.key)
         metrics.generated_tokens.inc(self.usage.completion_tokens)
         if self._record is not None:
+            self._record.queue_s = max([self._record.queue_s, *(answer.stream.queue_s for answer in self._answers)])
             self._record.tokenized(self._model.info.served_model_name, self.usage.prompt_tokens)
             self._record.tokens_out += self.usage.completion_tokens
 
@@ -257,7 +258,7 @@ class Generation:
                 assert isinstance(error, Exception), "an engine fails a stream with an Exception"
                 return self._end(error)
             if self._until_first is not None:
-                self._begin()
+                self._begin(answer.stream)
             self._take(delta)
         except Exception as error:
             return self._end(error)
@@ -268,8 +269,6 @@ class Generation:
                 self._end(None)
 
     def _last(self, answer: _Answer, result: Answer) -> Delta:
-        if self._record is not None:
-            self._record.queue_s = max(self._record.queue_s, result.queue_s)
         text = answer.writer.finish()  # may complete a stop string
         stopped: str | int | None = answer.writer.stopped
         reason = result.finish_reason if stopped is None else "stop"
@@ -277,10 +276,13 @@ class Generation:
             stopped = result.end.id
         return Delta(answer.index, text, None, reason, stopped, result.end)
 
-    def _begin(self) -> None:
-        """Notes the first delta of the request."""
+    def _begin(self, stream: Stream) -> None:
+        """Notes the first delta of the request, which is of this stream."""
         assert self._until_first is not None, "the caller has checked it"
-        self._service.metrics.first_token_seconds.observe(perf_counter() - self._start)
+        metrics = self._service.metrics
+        metrics.queue_seconds.observe(stream.queue_s)
+        if stream.options.max_tokens:  # a prompt that is only scored has no token
+            metrics.first_token_seconds.observe(perf_counter() - self._start)
         if self._qos.deadline_s is None:
             self._until_first.cancel()
         self._until_first = None

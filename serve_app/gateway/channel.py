@@ -164,9 +164,10 @@ class Channel:
 
     def _take(self, steps: Steps) -> None:
         streams = self._streams
-        for number, num_cached_tokens in steps.cached.items():
+        for number, begun in steps.begun.items():
             if number in streams:
-                streams[number][0].num_cached_tokens = num_cached_tokens
+                stream = streams[number][0]
+                stream.num_cached_tokens, stream.first_scheduled_at = begun.num_cached_tokens, stream.submitted_at + begun.queue_s
         for number, scores in steps.scores.items():
             if number in streams:
                 streams[number][0].scores = scores
@@ -189,7 +190,8 @@ class Channel:
             token = logprobs.get(place) or token_of(token_id)
             answer.append(token)
             if number in on_begun:
-                on_begun.pop(number)(steps.cached.get(number))
+                begun = steps.begun.get(number)
+                on_begun.pop(number)(None if begun is None else begun.num_cached_tokens)
             if stream.on_tokens is not None and not logprobs:  # `on_tokens` gets only ids
                 keys, token_ids = heard[stream.on_tokens]
                 keys.append(stream.key)
@@ -211,6 +213,6 @@ class Channel:
             return stream.fail(end)
         assert not isinstance(end, Exception), "a replica sends only our own errors"
         counts = len(stream.prompt), stream.num_cached_tokens
-        answer = Answer(tuple(stream.answer), end.finish_reason, *counts, end.queue_s, end.end, stream.prompt_tokens)
+        answer = Answer(tuple(stream.answer), end.finish_reason, *counts, stream.queue_s, end.end, stream.prompt_tokens)
         with suppress(InvalidStateError):  # the caller has left
             stream.future.set_result(answer)

@@ -30,11 +30,17 @@ class NewStream(NamedTuple):
     tags: tuple[RequestTag, ...] = ()  # of the stream's request
 
 
+class Begun(NamedTuple):
+    """The beginning of an answer: attributes of `engine.schedule.stream.Stream`."""
+
+    num_cached_tokens: int
+    queue_s: float
+
+
 class End(NamedTuple):
     """The end of an answer: fields of `engine.schedule.stream.Answer`."""
 
     finish_reason: FinishReason
-    queue_s: float
     end: Token | None
 
 
@@ -48,14 +54,14 @@ class Steps:
     numbers: NDArray[np.int32]  # [T] the stream of each token
     token_ids: NDArray[np.int32]  # [T]
     logprobs: dict[int, Token]  # the whole token, by its index in `token_ids`, if the request asks for more than the id
-    cached: dict[int, int]  # cached tokens of the prompt, by stream; sent with the first token of an answer, or with its end
-    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream; sent at the same time as `cached`
+    begun: dict[int, Begun]  # by stream; sent with the first token of an answer, or with its end
+    scores: dict[int, dict[int, Token]]  # `Stream.scores`, by stream; sent at the same time as `begun`
     ends: dict[int, Ended]  # by stream
 
     @property
     def plain_bytes(self) -> bytes | None:
         """This message without pickle: the numbers, then the token ids. None if it has more than ids of tokens."""
-        if self.logprobs or self.cached or self.scores or self.ends:
+        if self.logprobs or self.begun or self.scores or self.ends:
             return None
         return self.numbers.tobytes() + self.token_ids.tobytes()
 
@@ -73,7 +79,7 @@ class Unsent:
     numbers: "array[int]" = field(default_factory=lambda: array("i"))
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: dict[int, Token] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
+    begun: dict[int, Begun] = field(default_factory=dict)
     scores: dict[int, dict[int, Token]] = field(default_factory=dict)
     ends: dict[int, Ended] = field(default_factory=dict)
 
@@ -93,4 +99,4 @@ class Unsent:
 
     def packed(self) -> Steps:
         numbers, token_ids = np.frombuffer(self.numbers, np.int32), np.frombuffer(self.token_ids, np.int32)
-        return Steps(numbers, token_ids, self.logprobs, self.cached, self.scores, self.ends)
+        return Steps(numbers, token_ids, self.logprobs, self.begun, self.scores, self.ends)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.errors import BackendError, EmberError, EngineStopped
 from engine.request_tag import RequestTag
 from engine.schedule.stream import Answer, Stream, Token
-from serve_app.gateway.steps import End, Ended, NewStream, Steps, Unsent
+from serve_app.gateway.steps import Begun, End, Ended, NewStream, Steps, Unsent
 from serve_app.models import GeneratingModel
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class Channel:
             self._fresh.discard(number)
         if error is None:
             answer = future.result()
-            self._add_end(number, End(answer.finish_reason, answer.queue_s, answer.end))
+            self._add_end(number, End(answer.finish_reason, answer.end))
         else:
             self._add_end(number, error if isinstance(error, Exception) else BackendError(repr(error)), stream.tags)
         if not self._flushes_soon:  # a stream may end without a pass, so no `on_pass` follows
@@ -240,10 +240,10 @@ class Channel:
         self.flush()
 
     def _tell_prompt(self, number: int, stream: Stream) -> None:
-        """Adds the prompt's cached tokens and scores, with the stream's first token or with its end."""
+        """Adds the stream's `Begun` and its prompt's scores, with the stream's first token or with its end."""
         if number in self._fresh:
             self._fresh.discard(number)
-            self._unsent.cached[number] = stream.num_cached_tokens
+            self._unsent.begun[number] = Begun(stream.num_cached_tokens, stream.queue_s)
             if stream.scores:
                 self._unsent.scores[number] = stream.scores
 

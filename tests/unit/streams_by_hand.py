@@ -30,7 +30,7 @@ class ByHand:
         """One pass: a token for each stream that has not ended."""
         streams = [stream for stream in self.streams if not stream.future.done()]
         for stream, token in zip(streams, tokens, strict=True):
-            stream.first_scheduled_at = perf_counter()
+            stream.first_scheduled_at = stream.first_scheduled_at or perf_counter()
             stream.num_cached_tokens = 1
             stream.accept(token if isinstance(token, Token) else Token(token))
         for on_pass in {stream.on_pass for stream in streams} - {None}:

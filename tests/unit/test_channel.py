@@ -121,11 +121,12 @@ def test_tokens_log_probabilities_and_ends_arrive() -> None:
         link.model.compute(EOS, 9)
         await first.over
         assert first.heard == [token, "pass"]
-        assert first.answer() == Answer((token,), "stop", 2, 1, first.answer().queue_s, Token(EOS))
+        assert first.answer() == Answer((token,), "stop", 2, 1, first.stream.queue_s, Token(EOS))
         link.model.compute(EOS)
         await second.over
         assert second.heard == [Token(8), "pass", Token(9), "pass"]
         assert second.stream.num_cached_tokens == 1
+        assert second.stream.queue_s == pytest.approx(link.model.streams[1].queue_s)
         assert second.begun == [1]
         assert link.changes == [(2, 0)]  # one call began both streams
 

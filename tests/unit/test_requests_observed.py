@@ -233,6 +233,28 @@ def test_a_stream_is_logged_when_it_has_ended(tmp_path: Path, log_lines: Lines) 
     assert (line["model"], line["tokens_in"], line["tokens_out"], line["passes"]) == ("fake", 2, 4, None)
 
 
+def test_the_queue_time_of_an_answer_is_known_from_its_first_token_on(tmp_path: Path, log_lines: Lines) -> None:
+    """A stop string ends the answer, so the engine gives no result of the stream."""
+    metrics = Metrics("fake")
+    app = Api(FakeBackend(FakeGenerator(tmp_path, "abcd", late_s=0.02)), Settings(access_log=True), metrics).app  # type: ignore[arg-type]
+    (answer,) = ask(app, ("/v1/completions", {"prompt": "Hi", "stop": "c"}, {}))
+    assert answer.json()["choices"][0]["text"] == "ab"
+    (line,) = accesses(log_lines)
+    assert line["queue_ms"] >= 20
+    text = metrics.exposition().decode()
+    assert 'emberforge_queue_seconds_count{model="fake"} 1.0' in text
+    assert float(text.partition('emberforge_queue_seconds_sum{model="fake"} ')[2].split()[0]) >= 0.02
+
+
+def test_a_prompt_that_is_only_scored_has_no_first_token(tmp_path: Path) -> None:
+    metrics = Metrics("fake")
+    app = Api(FakeBackend(FakeGenerator(tmp_path, "a")), Settings(), metrics).app  # type: ignore[arg-type]
+    ask(app, ("/v1/completions", {"prompt": "Hi", "max_tokens": 0, "echo": True, "logprobs": 1}, {}))
+    text = metrics.exposition().decode()
+    assert 'emberforge_queue_seconds_count{model="fake"} 1.0' in text
+    assert 'emberforge_first_token_seconds_count{model="fake"} 0.0' in text
+
+
 # Traces.
 
 
