@@ -340,7 +340,8 @@ class Stream(Waiting):
         self.pages = shared + fresh
         self.num_kept = len(shared)
         self.num_computed = len(shared) * self.pool.page_size
-        self.num_cached_tokens = min(self.num_computed, len(self.prompt))
+        if not self.answer:  # otherwise the cache has the prompt from an earlier computation of this stream
+            self.num_cached_tokens = self.num_computed
         return self.num_computed
 
     def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> Slice | None:

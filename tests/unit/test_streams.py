@@ -463,6 +463,14 @@ def test_tokens_of_streams_come_before_prompts_and_prompts_are_taken_in_chunks()
     assert ids(second.future.result(0)) == answer_of([2] * 30, 3)
 
 
+def test_a_stream_that_gave_up_its_pages_has_no_more_cached_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted = preemptions(monkeypatch)
+    streams = [stream([each] * 9, 20, ahead=False) for each in (2, 3)]
+    Passes(Device(9), 64).run(streams)
+    assert preempted
+    assert [each.future.result(0).num_cached_tokens for each in streams] == [0, 0]
+
+
 def test_a_beginning_that_was_computed_is_not_computed_again() -> None:
     device = Device(100)
     Passes(device, 100).run([stream([3] * 10, 2)])
