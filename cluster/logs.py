@@ -8,6 +8,7 @@ could forward stderr (`RAY_LOG_TO_STDERR`), but its own processes then print a p
 
 import atexit
 import fcntl
+import json
 import logging
 import os
 import select
@@ -203,7 +204,10 @@ class _Json(_Formatter):
         }
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(fields, default=str).decode()
+        try:
+            return orjson.dumps(fields, default=str).decode()
+        except orjson.JSONEncodeError:  # half of a surrogate pair, as in the name of a file that is not UTF-8
+            return json.dumps(fields, default=str)
 
     def _time(self, created: float) -> str:
         """As `datetime.isoformat` gives it, which takes longer than all other fields."""

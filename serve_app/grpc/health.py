@@ -10,9 +10,11 @@ from engine.errors import EmberError
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import can_rerank
 from serve_app.errors import Unhealthy, UnknownRoute
-from serve_app.grpc.calls import Context, end_with_error
+from serve_app.grpc.calls import Context, end_with_error, with_id
 from serve_app.grpc.guard import parsed
+from serve_app.grpc.metadata import headers
 from serve_app.grpc.unread import Unread
+from serve_app.observe import requests
 
 _HEALTH = health_pb2.HealthCheckResponse
 _ALWAYS = ("tei.v1.Info", "tei.v1.Tokenize")  # these services need no engine
@@ -26,7 +28,7 @@ class HealthServicer:
     async def Check(self, request: Unread, grpc_context: Context) -> health_pb2.HealthCheckResponse:
         """The status of one service, or of the server if the request names none."""
         try:
-            name = self._parsed(request).service
+            name = self._parsed(request, grpc_context).service
             if (status := (await self._statuses()).get(name)) is None:
                 raise UnknownRoute(f"there is no service {name}", 404)
             return _HEALTH(status=status)
@@ -36,7 +38,7 @@ class HealthServicer:
 
     async def List(self, request: Unread, grpc_context: Context) -> health_pb2.HealthListResponse:
         try:
-            self._parsed(request)  # only for its errors, because the message has no fields
+            self._parsed(request, grpc_context)  # only for its errors, because the message has no fields
             statuses = await self._statuses()
         except EmberError as error:
             end_with_error(grpc_context, error)
@@ -51,7 +53,9 @@ class HealthServicer:
         return
         yield
 
-    def _parsed(self, request: Unread) -> Any:
+    def _parsed(self, request: Unread, grpc_context: Context) -> Any:
+        requests.identify(headers(grpc_context.invocation_metadata()))
+        grpc_context.set_trailing_metadata(with_id({}))
         return parsed(request, self._service.settings.payload_limit)
 
     async def _statuses(self) -> dict[str, int]:

@@ -18,6 +18,8 @@ _CODES = {
 }
 # Codes of single errors, before the codes by type. gRPC itself uses this code for a message that is too long.
 _STATUS_CODES = {413: "RESOURCE_EXHAUSTED", 500: "INTERNAL"}
+# The most bytes of a call's details. gRPC percent-encodes a byte as up to three, and clients refuse metadata of over 8 KiB.
+_MOST_DETAILS = 2_000
 
 
 def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
@@ -28,4 +30,4 @@ def grpc_status(error: EmberError) -> tuple[str, str, dict[str, str]]:
     if isinstance(error, WrongTask):
         message = message.removeprefix("Backend error: ")  # as in TEI's gRPC
     code = _STATUS_CODES.get(status) or _CODES[error_type]
-    return code, message, error.headers if isinstance(error, ApiError) else {}
+    return code, message.encode()[:_MOST_DETAILS].decode(errors="ignore"), error.headers if isinstance(error, ApiError) else {}

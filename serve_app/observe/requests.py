@@ -90,6 +90,11 @@ def begin(method: str, headers: Iterable[tuple[bytes, bytes]], is_logged: bool) 
     return found
 
 
+def identify(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Sets only the id of the current task's request, which has no line in the access log and no span."""
+    request_tags.set((RequestTag(_id_of(headers)),))
+
+
 def end(found: Record, method: str, path: str, status: int | str, is_logged: bool) -> None:
     """Writes the request's line of the access log, and ends its span. `status` is an HTTP status, or the name of a gRPC code."""
     ms = round((perf_counter() - found.start) * 1000, 1)

@@ -341,6 +341,32 @@ def test_errors_have_teis_codes_and_words(make: Make, method: str, request_: Any
     make(max_client_batch_size=2).run(scenario)
 
 
+def test_details_fit_into_the_metadata_that_clients_accept(make: Make) -> None:
+    """A client accepts 8 KiB, and gRPC encodes each byte of `é` as three."""
+
+    async def scenario(server: Server) -> None:
+        code, details = await refused(server.embed.Embed(tei.EmbedRequest(inputs="a", prompt_name="é" * 20_000)))
+        assert code == Code.INVALID_ARGUMENT
+        assert details.startswith("Input validation error: `default-prompt-name` is set to `é")
+        code, _ = await refused(server.health.Check(health_pb2.HealthCheckRequest(service="x" * 20_000)))
+        assert code == Code.NOT_FOUND
+
+    make().run(scenario)
+
+
+@pytest.mark.parametrize("service", ["", "nope"])
+def test_health_returns_the_requests_id(make: Make, service: str) -> None:
+    async def scenario(server: Server) -> None:
+        asked = server.health.Check(health_pb2.HealthCheckRequest(service=service), metadata=[("x-request-id", "a")])
+        listed = server.health.List(health_pb2.HealthListRequest(), metadata=[("x-request-id", "b")])
+        assert [list(await call.trailing_metadata()) for call in (asked, listed)] == [
+            [("x-request-id", "a")],
+            [("x-request-id", "b")],
+        ]
+
+    make().run(scenario)
+
+
 @pytest.mark.parametrize(
     ("failure", "code", "details"),
     [

@@ -40,6 +40,17 @@ def test_a_line_is_a_json_object_with_these_fields(log_lines: Lines) -> None:
     }
 
 
+def test_a_line_may_name_a_file_that_is_not_utf_8(log_lines: Lines) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    try:
+        raise FileNotFoundError(name)
+    except FileNotFoundError:
+        logging.getLogger("engine.load").exception("%s is missing", name)
+    (line,) = log_lines()
+    assert line["message"] == "caf\udce9 is missing"
+    assert "caf\udce9" in line["exception"]
+
+
 def test_an_error_has_its_traceback(log_lines: Lines) -> None:
     try:
         raise ZeroDivisionError("of ours")
