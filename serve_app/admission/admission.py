@@ -45,7 +45,8 @@ class Admission:
 
     def hold(self) -> Hold:
         """Begins to count the bytes of a new request."""
-        return Hold(self._bytes, _owner(calling()))
+        account = calling()
+        return Hold(self._bytes) if account is None else Hold(self._bytes, account.name, lambda: account.refused(None))
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Limits the bytes of bodies and answers that one process holds at a time."""
 
 from collections import Counter
+from collections.abc import Callable
 
 from serve_app.admission.places import may_take
 from serve_app.errors import Overloaded
@@ -30,12 +31,14 @@ class BytesInFlight:
 class Hold:
     """The bytes that one request holds."""
 
-    def __init__(self, budget: BytesInFlight, owner: str = "") -> None:
-        self._budget, self._owner, self._held, self._expected = budget, owner, 0, 0
+    def __init__(self, budget: BytesInFlight, owner: str = "", on_refusal: Callable[[], None] = lambda: None) -> None:
+        self._budget, self._owner, self._on_refusal = budget, owner, on_refusal
+        self._held = self._expected = 0
 
     def add(self, num_bytes: int) -> None:
         """Adds bytes to the request. Raises: Overloaded over the budget, or over the owner's share of the budget."""
         if not self._budget.has_space(self._owner, self._held, num_bytes):
+            self._on_refusal()
             raise Overloaded(1.0, "Model is overloaded: bodies and answers in flight take too much memory")
         self._count(num_bytes)
 

@@ -411,10 +411,21 @@ def test_a_refusal_names_the_limit_in_the_form_of_the_route(tokenizer: Tokenizer
     assert server.usage("refusals") == {"alice": 3, "other": 0}
     assert server.embed(other, headers={"x-request-deadline-ms": "1"}).status_code == 429
     assert server.usage("refusals", "") == {"other": 1}
+    assert server.metrics.rejected._value.get() == 4
     limit_key(file, "alice", {"tokens_per_minute": "none"})
     assert server.api.service.keys is not None
     server.api.service.keys.look()
     assert server.embed(key).status_code == 200
+
+
+def test_a_refusal_for_lack_of_memory_is_counted(tokenizer: Tokenizer, file: Path) -> None:
+    key = add_key(file, "alice")
+    server = Server(tokenizer, file)
+    budget = server.api.service.admission._bytes
+    budget.now = 2 * budget.most
+    assert server.embed(key).status_code == 429
+    assert server.usage("refusals", "") == {"alice": 1}
+    assert server.metrics.rejected._value.get() == 1
 
 
 def test_a_key_over_its_requests_in_flight_is_refused_and_others_are_not(tokenizer: Tokenizer, file: Path) -> None:
