@@ -112,7 +112,9 @@ def end(found: Record, method: str, path: str, status: int | str, is_logged: boo
     }
     if is_logged:
         # `log.info` would also search the stack for its caller, which no line shows.
-        line = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s %s %s %s ms", (method, path, status, ms), None)
+        # On a terminal a path's line break would begin a forged line, and its escape codes would take effect.
+        shown = method, path if path.isprintable() else ascii(path), status, ms
+        line = logging.LogRecord(ACCESS, logging.INFO, "", 0, "%s %s %s %s ms", shown, None)
         line.fields = fields
         log.handle(line)
     if found.span is not None:

@@ -215,6 +215,15 @@ def test_the_access_log_has_a_line_for_each_request(cluster: Any, log_lines: Lin
     assert (second["request_id"], second["path"], second["status"], second["model"]) == ("b", "/nowhere", 404, None)
 
 
+def test_a_path_cannot_forge_a_line_of_the_access_log(cluster: Any, log_lines: Lines) -> None:
+    path = "/é%0A%1B[31m\u202e"
+    ask(cluster(access_log=True).app, (path, {}, {}), ("/é b", {}, {}))
+    forged, plain = accesses(log_lines)
+    assert forged["path"] == "/é\n\x1b[31m\u202e"
+    assert r"POST '/\xe9\n\x1b[31m\u202e' 404" in forged["message"]
+    assert "POST /é b 404" in plain["message"]
+
+
 def test_the_access_log_names_the_key(cluster: Any, log_lines: Lines) -> None:
     app = cluster(access_log=True, api_key="secret").app
     ask(app, ("/embed", BODY, {"authorization": "Bearer secret"}), ("/embed", BODY, {"authorization": "Bearer other"}))
