@@ -241,19 +241,30 @@ def test_the_chat_form_makes_the_request_of_its_fields(cluster: FakeCluster) -> 
 
 
 def test_the_next_request_has_the_calls_of_tools_and_a_result_for_each() -> None:
-    parts = [
-        [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": ""}}],
-        [{"index": 0, "function": {"arguments": '{"city": '}}, {"index": 1, "id": "c2", "function": {"name": "weather"}}],
-        [{"index": 0, "function": {"arguments": '"Rome"}'}}, {"index": 1, "function": {"arguments": "{}"}}],
-        None,
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "Let me", "reasoning_content": "Let me"},
+        {"reasoning": " see.", "reasoning_content": " see."},
+        {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "weather", "arguments": ""}}]},
+        {
+            "tool_calls": [
+                {"index": 0, "function": {"arguments": '{"city": '}},
+                {"index": 1, "id": "c2", "function": {"name": "weather"}},
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '"Rome"}'}}, {"index": 1, "function": {"arguments": "{}"}}]},
+        {},
     ]
-    body = in_node(
-        "const calls = []; for (const each of v.parts) page.addCalls(calls, each);"
-        "const history = page.turnsOf({ role: 'user', content: 'Weather?' }, '', calls);"
-        "return page.bodyOf({ ...v.form, history });",
+    events: list[Any] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    answer, brings, body = in_node(
+        "const answer = { text: '', reasoning: '', calls: [] }, brings = v.events.map((each) => page.addEvent(answer, each));"
+        "const history = page.turnsOf({ role: 'user', content: 'Weather?' }, answer.text, answer.calls);"
+        "return [answer, brings, page.bodyOf({ ...v.form, history })];",
         form=FORM,
-        parts=parts,
+        events=[*events, {"choices": [], "usage": {}}],
     )
+    assert (answer["text"], answer["reasoning"]) == ("", "Let me see.")
+    assert brings == [False, True, True, True, True, True, False, False]
     roles = [message["role"] for message in body["messages"]]
     assert roles == ["user", "assistant", "tool", "tool", "user"]
     calls = body["messages"][1]["tool_calls"]

@@ -1,7 +1,7 @@
 // A conversation, answered token by token, with tools and JSON schemas.
 
 import { events } from "./api.js";
-import { addCalls, bodyOf, turnsOf } from "./conversation.js";
+import { addEvent, bodyOf, turnsOf } from "./conversation.js";
 import { field, h } from "./dom.js";
 import { modelChoice, noModel, workbench } from "./playground.js";
 
@@ -29,24 +29,22 @@ export function chat(main, live) {
   return workbench(main, "Chat", fields, request, async (result, signal) => {
     const [path, body] = request(), asked = body.messages.at(-1);
     if (log.parentNode !== result) result.replaceChildren(log);
-    const text = document.createTextNode(""), said = h("p", { class: "quiet small" });
-    const reply = h("div", { class: "message assistant", "aria-busy": "true" }, h("b", {}, body.model), text);
+    const text = document.createTextNode(""), thought = document.createTextNode(""), said = h("p", { class: "quiet small" });
+    const reply = h("div", { class: "message assistant", "aria-busy": "true" }, h("b", {}, body.model), h("div", { class: "quiet small" }, thought), text);
     log.append(h("div", { class: "message user" }, h("b", {}, "You"), asked.content), reply, said);
-    const start = performance.now(), calls = [];
+    const start = performance.now(), answer = { text: "", reasoning: "", calls: [] };
     let first = null, usage = null;
     try {
       for await (const event of events(path, { body: { ...body, stream: true, stream_options: { include_usage: true } }, signal })) {
         usage = event.usage ?? usage;
-        const delta = event.choices[0]?.delta ?? {};
-        if (delta.content || delta.tool_calls) first ??= performance.now();
-        if (delta.content) text.data += delta.content;
-        addCalls(calls, delta.tool_calls);
+        if (addEvent(answer, event)) first ??= performance.now();
+        [text.data, thought.data] = [answer.text, answer.reasoning];
       }
     } finally {
       reply.setAttribute("aria-busy", "false");
     }
-    for (const call of calls) reply.append(h("pre", { class: "code" }, `${call.function.name}(${call.function.arguments})`));
-    history.push(...turnsOf(asked, text.data, calls));
+    for (const call of answer.calls) reply.append(h("pre", { class: "code" }, `${call.function.name}(${call.function.arguments})`));
+    history.push(...turnsOf(asked, answer.text, answer.calls));
     const end = performance.now(), tokens = usage?.completion_tokens ?? 0;
     said.textContent = first === null ? "The answer is empty." : `First token after ${Math.round(first - start)} ms, ${tokens} tokens after ${Math.round(end - start)} ms.`;
   });

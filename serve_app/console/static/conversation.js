@@ -19,16 +19,21 @@ function parsed(name, text) {
   }
 }
 
-// Adds the parts of tool calls that an event of a stream brings to `calls`.
-export function addCalls(calls, parts) {
-  for (const each of parts ?? []) {
-    const call = calls[each.index] ??= { id: each.id, type: "function", function: { name: "", arguments: "" } };
+// Adds what an event of a stream brings to an answer: text, reasoning, and parts of tool calls. Returns whether it brings any.
+export function addEvent(answer, event) {
+  const { content, reasoning, tool_calls } = event.choices[0]?.delta ?? {};
+  answer.text += content ?? "";
+  answer.reasoning += reasoning ?? "";
+  for (const each of tool_calls ?? []) {
+    const call = answer.calls[each.index] ??= { id: each.id, type: "function", function: { name: "", arguments: "" } };
     call.function.name += each.function?.name ?? "";
     call.function.arguments += each.function?.arguments ?? "";
   }
+  return Boolean(content || reasoning || tool_calls);
 }
 
-// What the next request says of this one. The console runs no tools, and a model expects a result for each call.
+// What the next request says of this one. Reasoning is no part of a history. The console runs no tools, and a model expects a
+// result for each call.
 export function turnsOf(asked, text, calls) {
   const answer = calls.length ? { role: "assistant", content: text || null, tool_calls: calls } : { role: "assistant", content: text };
   return [asked, answer, ...calls.map((call) => ({ role: "tool", tool_call_id: call.id, content: "(no result: the console runs no tools)" }))];
