@@ -4,6 +4,7 @@
 fast.
 """
 
+import errno
 import json
 import logging
 import os
@@ -73,13 +74,22 @@ class Usage:
         about = {"at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "host": socket.gethostname(), "pid": os.getpid()}
         lines = [json.dumps(about | {"key": key, "model": model} | asdict(each)) for (key, model), each in counts.items()]
         try:
-            with self._file.open("ab", buffering=0) as file:  # one write, so that lines of several processes do not mix
-                file.write("\n".join([*lines, ""]).encode())
+            _append(self._file, "\n".join([*lines, ""]).encode())
         except OSError as error:
             log.error("the usage log %s cannot be written (%s); the counts go into the next minute's lines", self._file, error)
             with self._lock:
                 for place, each in counts.items():
                     self._counts.setdefault(place, Counts()).add(each)
+
+
+def _append(path: Path, content: bytes) -> None:
+    """Appends all of the content, or nothing. Raises: OSError."""
+    with path.open("ab", buffering=0) as file:  # one write, so that lines of several processes do not mix
+        written, end = file.write(content), file.tell()
+        if written < len(content):  # the storage is full; half a line would make the whole file unreadable
+            if os.fstat(file.fileno()).st_size == end:  # otherwise another process has written since
+                file.truncate(end - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _write_for_ever(of: "weakref.ref[Usage]") -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -545,6 +546,27 @@ def test_usage_that_cannot_be_written_is_written_later(log: Path, caplog: pytest
     log.rmdir()
     usage.write()
     assert total([log], None) == {("alice", "m"): Counts(0, 3, 0)}
+
+
+class Full(FileIO):
+    """A file on storage that has room for a third of the content."""
+
+    def write(self, content: Any) -> int:
+        return super().write(content[: len(content) // 3])
+
+
+def test_full_storage_leaves_no_half_line_in_the_usage_log(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = Usage(lambda *_: None, log)
+    usage.count("alice", "m", tokens=1)
+    usage.write()
+    usage.count("alice", "m", tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))
+        usage.write()
+    assert total([log], None) == {("alice", "m"): Counts(0, 1, 0)}
+    usage.count("alice", "m", tokens=4)
+    usage.write()
+    assert total([log], None) == {("alice", "m"): Counts(0, 7, 0)}
 
 
 def test_a_thread_writes_the_usage(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
