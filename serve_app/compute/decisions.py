@@ -10,7 +10,6 @@ from functools import lru_cache
 from itertools import product
 from math import exp
 from string import ascii_uppercase
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -85,42 +84,28 @@ class Decisions:
 
     def __init__(self, state: str, questions: Sequence[Asked]) -> None:
         self._state, self._questions = state, questions
-        self._prompts: list[TokenIds] = []
 
     async def read(self, service: Service, model: GeneratingModel, qos: Qos) -> tuple[list[Read], Usage]:
         """Returns: the answers in order, and the number of tokens of all prompts. Raises: as `Generation.run`."""
-        start = perf_counter()
         labels = (await service.in_thread(labels_of, model.prompts)).all
         if len(labels) < (most := max(len(each.options) for each in self._questions)):
             raise InvalidInput(f"a question has {most} options, but this model's tokenizer has labels for only {len(labels)}")
         options = SamplingOptions(max_tokens=1, temperature=0.0, logprobs_of=tuple(each.token_id for each in labels[:most]))
         num_chars = (len(self._state) + max(len(str(each)) for each in self._questions)) * len(self._questions)
-        generation = Generation(service, model, Wanted(len(self._questions), num_chars, self._encode, options), qos)
-        reads, usage = await self._read(generation, 0), generation.usage
-        if rest := self._prompts[len(reads) :]:
-            qos = qos.after(perf_counter() - start)
-            generation = Generation(service, model, Wanted(len(rest), 0, lambda _: rest, options), qos)
-            reads += await self._read(generation, len(reads))
-            usage = Usage(*map(sum, zip(usage, generation.usage, strict=True)))
-        return reads, usage
-
-    async def _read(self, generation: Generation, first: int) -> list[Read]:
-        """The answers to the questions of one generation. `first` is the number of its first question."""
-        found: dict[int, Read] = {}
+        wanted = Wanted(len(self._questions), num_chars, self._encode, options, first_alone=_share_pages)
+        generation, found = Generation(service, model, wanted, qos), dict[int, Read]()
 
         def take(delta: Delta) -> None:
             if delta.token is not None:
-                num_options = len(self._questions[first + delta.index].options)
+                num_options = len(self._questions[delta.index].options)
                 found[delta.index] = read_of(delta.token.logprobs_of[:num_options])
 
         await generation.run(take)
-        return [found[index] for index in sorted(found)]
+        return [found[index] for index in sorted(found)], generation.usage
 
     def _encode(self, prompts: Prompts) -> list[TokenIds]:
-        """The prompts to compute first: one prompt whose prefix the others then find in the cache, or all prompts."""
         texts = [self._text(prompts, question) for question in self._questions]
-        self._prompts = _encode(prompts, self._state + _BETWEEN, texts)
-        return self._prompts[:1] if _num_shared(self._prompts) >= _PAGE_TOKENS else self._prompts
+        return _encode(prompts, self._state + _BETWEEN, texts)
 
     def _text(self, prompts: Prompts, question: Asked) -> str:
         labels = labels_of(prompts)
@@ -154,13 +139,10 @@ def _encode(prompts: Prompts, state: str, texts: Sequence[str]) -> list[TokenIds
     return [np.concatenate((first, _ids(prompts, text[cut:]))) for text in texts]
 
 
-def _num_shared(sequences: Sequence[TokenIds]) -> int:
-    """The number of first tokens that all sequences share; 0 for a single sequence."""
-    if len(sequences) < 2:
-        return 0
-    shortest = min(map(len, sequences))
-    differs = [(each[:shortest] != sequences[0][:shortest]) for each in sequences[1:]]
-    return min(int(each.argmax()) if each.any() else shortest for each in differs)
+def _share_pages(prompts: Sequence[TokenIds]) -> bool:
+    """Whether there are several prompts, and they have the first page of the cache in common."""
+    first = prompts[0][:_PAGE_TOKENS]
+    return len(prompts) > 1 and len(first) == _PAGE_TOKENS and all(np.array_equal(each[:_PAGE_TOKENS], first) for each in prompts)
 
 
 def _rendered(prompts: Prompts, text: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,6 +47,8 @@ class Wanted:
     skip_special_tokens: bool = True
     shown: tuple[str, ...] = ()  # special tokens that are never skipped
     grammar_after: Callable[[TokenIds], str] | None = None
+    # Tells from the prompts whether the first answer is computed before the others, which then find its prompt's pages.
+    first_alone: Callable[[Sequence[TokenIds]], bool] | None = None
 
 
 @dataclass(slots=True)  # not frozen, because the creation would take three times as long
@@ -92,6 +94,7 @@ class Generation:
         self._delivery = service.delivery
         self._answers: list[_Answer] = []
         self._num_open = 0  # answers that have not ended
+        self._later: list[Stream] = []  # the streams that wait for the end of the first answer
         self._is_held, self._kept = False, deque[tuple[_Answer, Token | Future[Answer]]]()
         self._until_first: asyncio.TimerHandle | None = None  # the timer of the first delta
         self._account = calling()
@@ -153,7 +156,7 @@ class Generation:
                 service.admission.spend(self._model, self.usage.prompt_tokens)
                 self._num_open = len(self._answers)
                 self._listen()
-                self._model.submit([answer.stream for answer in self._answers])
+                self._submit()
                 if (error := await self._over) is not None:
                     try:
                         raise error
@@ -178,11 +181,24 @@ class Generation:
             stream.on_token, stream.on_tokens, stream.on_pass = partial(delivery.add, key), delivery.add_each, delivery.wake
             stream.future.add_done_callback(partial(delivery.add_last, key))
 
+    def _submit(self) -> None:
+        streams = [answer.stream for answer in self._answers]
+        num_first = 1 if self._is_first_alone else len(streams)
+        self._later = streams[num_first:]
+        self._model.submit(streams[:num_first])
+
+    def _submit_later(self) -> None:
+        later, self._later = self._later, []
+        for stream in later:
+            stream.submitted_at = perf_counter()
+        self._model.submit(later)
+
     def _close(self) -> None:
         """Cancels the answers that have not ended, and counts the computed tokens."""
         metrics = self._service.metrics
         del self._take, self._over  # they refer to the caller and to an error, whose frames refer to this object
         self._kept.clear()
+        self._later.clear()
         self._service.num_streams -= len(self._answers)
         for answer in self._answers:
             answer.stream.future.cancel()  # does nothing to a stream that has ended
@@ -197,7 +213,9 @@ class Generation:
         """Makes the answers, without submitting them. Runs on a thread if the prompts are long."""
         deadline = inf if self._qos.deadline_s is None else start + self._qos.deadline_s
         answers: list[_Answer] = []
-        for prompt in self._wanted.encode(self._model.prompts):
+        prompts = self._wanted.encode(self._model.prompts)
+        self._is_first_alone = self._wanted.first_alone is not None and self._wanted.first_alone(prompts)
+        for prompt in prompts:
             sampling = self._sampling(len(prompt))
             if self._wanted.grammar_after is not None:
                 sampling = replace(sampling, grammar=self._wanted.grammar_after(prompt))
@@ -260,6 +278,8 @@ class Generation:
             if self._until_first is not None:
                 self._begin(answer.stream)
             self._take(delta)
+            if delta.finish_reason is not None and self._later:
+                self._submit_later()
         except Exception as error:
             return self._end(error)
         if delta.finish_reason is not None:

@@ -18,6 +18,7 @@ from engine.errors import BackendError, DeadlineOutOfReach, EngineStopped, Inval
 from engine.model.folder import load_model_config
 from engine.text.prompts import Prompts
 from engine.text.tokenizer import Tokenizer
+from serve_app.admission.key_file import add_key
 from serve_app.http import openapi
 from serve_app.http.app import Api
 from serve_app.observe.metrics import Metrics
@@ -284,6 +285,29 @@ def test_a_state_of_a_page_is_computed_before_the_other_questions(tmp_path: Path
     assert [each["name"] for each in answer.json()["answers"]] == ["0", "kind"]
     assert submitted == ([2] if num_first == 2 else [1, 1])
     assert decide(FakeGenerator(tmp_path, "x"), input=state * 9).status_code == 200  # one question alone
+
+
+def test_questions_about_a_long_state_are_one_request(tmp_path: Path) -> None:
+    """The key may have one request in flight."""
+    key = add_key(tmp_path / "keys", "alice", {"requests_in_flight": "1"})
+    model = FakeGenerator(tmp_path, "x", context=8000)
+    api = Api(FakeBackend(model), Settings(api_keys_file=str(tmp_path / "keys")), Metrics("fake"))  # type: ignore[arg-type]
+    body = {"input": "x" * 500, "questions": [PREDICATE, CHOICE, SCORE]}
+    answer = TestClient(api.app).post(DECISIONS, json=body, headers={"authorization": f"Bearer {key}"})
+    assert len(answer.json()["answers"]) == 3
+    text = api.service.metrics.exposition().decode()
+    assert 'emberforge_key_requests_total{key="alice",model="fake",served_model="fake"} 1.0' in text
+    assert 'emberforge_queue_seconds_count{model="fake"} 1.0' in text
+    assert (
+        f'emberforge_key_tokens_total{{key="alice",model="fake",served_model="fake"}} {answer.json()["usage"]["total_tokens"]}.0'
+        in text
+    )
+
+
+def test_a_first_question_that_fails_ends_the_others(tmp_path: Path) -> None:
+    model = FakeGenerator(tmp_path, "x", error=BackendError("broken"))
+    answer = decide(model, input="x" * 500, questions=[PREDICATE, CHOICE])
+    assert (answer.status_code, len(model.streams)) == (424, 1)
 
 
 def test_an_input_of_messages_is_one_text(tmp_path: Path) -> None:
