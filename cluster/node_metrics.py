@@ -197,7 +197,7 @@ def merged(expositions: Iterable[str]) -> bytes:
     families: dict[str, dict[str, str]] = {}  # by name of the series: one HELP, one TYPE, and the samples
     for text in expositions:
         lines: dict[str, str] = {}
-        for line in text.splitlines():
+        for line in filter(None, text.split("\n")):  # not `splitlines`, because a label may have other line breaks
             key = line
             if line.startswith("# "):
                 _, key, name, *_ = line.split(" ", 3)
@@ -208,7 +208,8 @@ def merged(expositions: Iterable[str]) -> bytes:
 
 def labelled(exposition: str, labels: str) -> str:
     """Adds labels to each sample of an exposition. `labels` has the form of a sample: `a="1",b="2"`."""
-    return "\n".join([line if line.startswith("#") else _labelled(line, labels) for line in exposition.splitlines()] + [""])
+    lines = filter(None, exposition.split("\n"))  # as in `merged`
+    return "\n".join([line if line.startswith("#") else _labelled(line, labels) for line in lines] + [""])
 
 
 def _labelled(sample: str, labels: str) -> str:

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster import node_metrics
 from cluster.node_metrics import NodeServer, collect, labelled, merged
+from serve_app.observe.metrics import Metrics
 
 ONE = """# HELP a_total Of a
 # TYPE a_total counter
@@ -64,6 +65,14 @@ def test_series_of_several_processes_have_their_type_once() -> None:
 
 
 @pytest.mark.slow
+def test_a_label_may_have_any_characters() -> None:
+    name = 'a\u2028b\x85c\x1cd\n"{e}'
+    metrics = Metrics(name)
+    text = merged([labelled(metrics.exposition().decode(), 'replica="r"')]).decode()
+    models = {sample.labels.get("model", name) for each in text_string_to_metric_families(text) for sample in each.samples}
+    assert models == {name}
+
+
 def test_a_process_that_hangs_is_counted_and_one_that_ended_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_metrics, "TIMEOUT_S", 0.5)
     with ExitStack() as stack:
