@@ -197,6 +197,7 @@ class Generation:
         """Cancels the answers that have not ended, and counts the computed tokens."""
         metrics = self._service.metrics
         del self._take, self._over  # they refer to the caller and to an error, whose frames refer to this object
+        self._count([answer for answer, event in self._kept if isinstance(event, Token)])  # nobody has read these tokens
         self._kept.clear()
         self._later.clear()
         self._service.num_streams -= len(self._answers)
@@ -261,9 +262,7 @@ class Generation:
             return
         try:
             if isinstance(event, Token):
-                answer.num_tokens += 1
-                if self._account is not None:
-                    self._account.add(self._model.info.served_model_name, 1)
+                self._count([answer])
                 writer = answer.writer
                 delta = Delta(answer.index, writer.push(event.id), event)
                 if writer.stopped is not None:
@@ -287,6 +286,13 @@ class Generation:
             self._num_open -= 1
             if not self._num_open:
                 self._end(None)
+
+    def _count(self, answers: Sequence[_Answer]) -> None:
+        """Counts a token of each of these answers."""
+        for answer in answers:
+            answer.num_tokens += 1
+        if self._account is not None and answers:
+            self._account.add(self._model.info.served_model_name, len(answers))
 
     def _last(self, answer: _Answer, result: Answer) -> Delta:
         text = answer.writer.finish()  # may complete a stop string

@@ -21,6 +21,8 @@ from engine import Engine
 from engine.loop import EngineLoop
 from engine.options import SamplingOptions
 from engine.text.detokenizer import Detokenizer
+from serve_app.admission.accounts import called_by
+from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.compute.generation import Delta, Generation, Wanted
 from serve_app.dialects.completion_answers import CompletionAnswers
@@ -247,6 +249,27 @@ def test_a_deadline_ends_an_answer_whose_reader_is_slow(tmp_path: Path) -> None:
         return len(deltas)
 
     assert asyncio.run(scenario()) == 1
+
+
+def test_tokens_that_nobody_reads_are_counted(tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys", "alice")
+    metrics, model = Metrics("fake"), FakeGenerator(tmp_path, "x", held=True)
+    service = Api(FakeBackend(model), Settings(api_keys_file=str(tmp_path / "keys")), metrics).service
+    assert service.keys is not None
+    account = service.keys.account([(b"authorization", f"Bearer {key}".encode())])
+
+    async def scenario() -> None:
+        called_by(account)
+        wanted = Wanted(1, 8, lambda _: [np.array([1, 2], dtype=np.int32)], SamplingOptions(max_tokens=100))
+        generation = Generation(service, cast(GeneratingModel, service.backend.get(None)), wanted, DEFAULT_QOS)
+        running = asyncio.create_task(generation.run(lambda _: generation.hold()))
+        await wait_for(lambda: len(generation._kept) == 100)  # all tokens but the first, and the end
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(scenario())
+    assert count(metrics, "generated_tokens_total") == 100
+    assert 'emberforge_key_tokens_total{key="alice",model="fake",served_model="fake"} 102.0' in metrics.exposition().decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
