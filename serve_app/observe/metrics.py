@@ -44,7 +44,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self.requests = self._counter("requests", "Requests answered", "route", "status")
-        self.request_seconds = self._histogram("request_seconds", "Whole request, body read to bytes ready", _SECONDS, "route")
+        self.request_seconds = self._histogram("request_seconds", "From a request's head to its answer's bytes", _SECONDS, "route")
         self.tokenize_seconds = self._histogram("tokenize_seconds", "Tokenisation of a request", _SECONDS).labels(model)
         self.queue_seconds = self._histogram("queue_seconds", "Wait for the first batch of a request", _SECONDS).labels(model)
         self.batch_seconds = self._histogram("batch_seconds", "One forward pass", _SECONDS).labels(model)
