@@ -48,7 +48,7 @@ class Report:
     revision: str = ""  # of the files that the replica has loaded
     pages_held: int = 0  # pages of the KV cache that streams hold
     pages: int = 0  # pages of the KV cache; 0 for a model that does not generate
-    prompt_tokens: int = 0  # the part of queued_tokens that belongs to prompts
+    prompt_tokens: int = 0  # of a model that generates: the part of queued_tokens that belongs to prompts
     streams: int = 0  # streams that have a token and need more
     step_s: float = 0.0  # seconds of a decode step with this number of streams; 0 before the first measurement
     stream_s: float = 0.0  # additional seconds of a step for each further stream
@@ -58,6 +58,11 @@ class Report:
     used_bytes: int = 0
     wire: Sequence[Any] = ()  # (host, port, secret) at which the replica listens for gateways; empty if it does not listen
     deaths: Sequence[Sequence[Any]] = ()  # requests in flight at replicas that died: `serve_app.admission.suspects.Death`
+
+    @property
+    def waiting_tokens(self) -> int:
+        """`queued_tokens` without the rest of answers, which a new request does not wait for."""
+        return self.prompt_tokens if self.pages else self.queued_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,10 @@ class PoolLoad:
 
     def queued_tokens(self, now: float) -> float:
         return self._ahead(batch=True) + sum(each.queued_tokens(self.rate(each), now) for each in self.replicas.values())
+
+    def waiting_tokens(self, now: float) -> float:
+        """Tokens of inputs and prompts that no pass has taken."""
+        return self.queued_tokens(now)
 
     def rate(self, replica: ReplicaLoad) -> float:
         """Tokens/s of one replica."""

@@ -185,6 +185,9 @@ class StreamLoad(PoolLoad):
         soonest_s = self.outlook(ticket, now).soonest_s
         return soonest_s if soonest_s < _AVOIDED_S else super().finish_s(ticket, now)
 
+    def waiting_tokens(self, now: float) -> float:
+        return self._ahead(batch=True) + float(_waiting(self._current(), 1, now).sum())
+
     def outlook(self, ticket: Ticket, now: float) -> Outlook:
         table, batch = self._current(), int(ticket.batch)
         rate, step_s, streams = table["rate"], table["step_s"], table["streams"]
@@ -194,7 +197,7 @@ class StreamLoad(PoolLoad):
             if (row := self._rows.get(name)) is not None:
                 held[row] = depth
         np.minimum(held, (ticket.prompt_tokens - 1) // PAGE_TOKENS, out=held)
-        ahead = np.maximum(table["own"][:, batch], table["queued"][:, batch] - rate * (now - table["heard_at"]))
+        ahead = _waiting(table, batch, now)
         unknown_s = (ticket.prompt_tokens - held * PAGE_TOKENS) / rate
         first_s = ahead / rate + unknown_s + step_s
         # Streams that wait for their first token need pages before this one.
@@ -276,6 +279,11 @@ def choose_stream(pools: Sequence[StreamLoad], ticket: Ticket, now: float) -> tu
                 chosen = int(scores[place]), pool, pool.names[near[place]]
     assert chosen is not None, "the best replica itself is within the limit"
     return chosen[1:]
+
+
+def _waiting(table: NDArray[Any], batch: int, now: float) -> NDArray[np.float64]:
+    """For each replica the prompt tokens that wait before a new interactive stream, or with `batch` 1 before a batch stream."""
+    return np.maximum(table["own"][:, batch], table["queued"][:, batch] - table["rate"] * (now - table["heard_at"]))
 
 
 def _mark(name: str) -> int:

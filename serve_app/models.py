@@ -106,7 +106,7 @@ def replica_overview(replica: str, report: Report) -> dict[str, Any]:
         "node": report.node,
         "card": report.card,
         "dtype": report.dtype,
-        "queued_tokens": report.queued_tokens,
+        "queued_tokens": report.waiting_tokens,
         "tokens_per_s": round(report.tokens_per_s),
         "busy": round(report.busy, 2),
         "pages_held": report.pages_held,

@@ -69,7 +69,8 @@ class PoolClient:
 
     @property
     def queued_tokens(self) -> float:
-        return self.load.queued_tokens(monotonic())
+        """As `PoolLoad.waiting_tokens`."""
+        return self.load.waiting_tokens(monotonic())
 
     @property
     def pages_held(self) -> int:

@@ -44,7 +44,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self.requests = self._counter("requests", "Requests answered", "route", "status")
-        self.request_seconds = self._histogram("request_seconds", "From a request's head to its answer's bytes", _SECONDS, "route")
+        self.request_seconds = self._histogram(
+            "request_seconds", "From a request's head to its answer's bytes", _SECONDS, "route"
+        )
         self.tokenize_seconds = self._histogram("tokenize_seconds", "Tokenisation of a request", _SECONDS).labels(model)
         self.queue_seconds = self._histogram("queue_seconds", "Wait for the first batch of a request", _SECONDS).labels(model)
         self.batch_seconds = self._histogram("batch_seconds", "One forward pass", _SECONDS).labels(model)
@@ -91,7 +93,7 @@ class Metrics:
         self._keys: set[str] = set()
         self._pool_replicas = self._gauge("pool_replicas", "Replicas of a pool that are up", "pool")
         self._pool_sleeps = self._gauge("pool_sleeps", "1 if the pool has no replicas while it has no requests", "pool")
-        self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of a pool that are not computed yet", "pool")
+        self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of inputs and prompts that wait in a pool", "pool")
         self._pool_pages = self._gauge("pool_kv_pages_held", "Pages of a pool's KV caches that streams hold", "pool")
         self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
 

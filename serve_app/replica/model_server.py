@@ -129,6 +129,7 @@ class EngineServer:
             max_batch_tokens=loop.max_batch_tokens,
             dtype=self._engine.dtype_name,
             revision=self._model.info.revision or "",
+            prompt_tokens=0 if pages is None else loop.queued_tokens,
             pages=0 if pages is None else pages.num_pages,
             pages_held=0 if pages is None else pages.num_pages - pages.num_free,
             node=self._node,

@@ -172,7 +172,6 @@ class PoolServer(EngineServer):
             report = replace(
                 report,
                 queued_tokens=report.queued_tokens + streams.tokens_left,
-                prompt_tokens=report.queued_tokens,
                 streams=num_streams,
                 step_s=loop.step_s(num_streams),
                 stream_s=loop.token_s,

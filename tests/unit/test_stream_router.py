@@ -37,6 +37,20 @@ def route(load: StreamLoad, each: Ticket, now: float = 0.0) -> str:
     return chosen[1]
 
 
+def test_the_rest_of_answers_does_not_wait() -> None:
+    answering = {"queued_tokens": 500_300, "prompt_tokens": 300, "streams": 4}
+    load = pool(a=answering, b={})
+    assert load.waiting_tokens(0.0) == 300
+    assert load.waiting_tokens(1.0) == 0  # computed since the report
+    each = ticket(1, prompt(1), answer=10_000)
+    route(load, each, now=1.0)
+    assert load.waiting_tokens(1.0) == each.prompt_tokens
+    load.begun(each, num_cached=0)
+    assert load.waiting_tokens(1.0) == 0
+    assert load.replicas["a"].report.waiting_tokens == 300
+    assert Report(queued_tokens=7).waiting_tokens == 7
+
+
 def test_a_hash_stands_for_the_whole_beginning() -> None:
     assert PAGE_TOKENS == PAGE_SIZE
     ids = np.arange(3 * PAGE_TOKENS + 5, dtype=np.int32)
