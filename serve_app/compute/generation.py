@@ -190,7 +190,7 @@ class Generation:
     def _submit_later(self) -> None:
         later, self._later = self._later, []
         for stream in later:
-            stream.submitted_at = perf_counter()
+            stream.submitted_at, stream.limit = perf_counter(), inf  # after the first delta a request has no timeout
         self._model.submit(later)
 
     def _close(self) -> None:

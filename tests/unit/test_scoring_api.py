@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +284,7 @@ def test_a_state_of_a_page_is_computed_before_the_other_questions(tmp_path: Path
     answer = decide(model, input=state[:-2], questions=questions)
     assert [each["name"] for each in answer.json()["answers"]] == ["0", "kind"]
     assert submitted == ([2] if num_first == 2 else [1, 1])
+    assert (model.streams[1].limit == inf) == (num_first == 1)  # the server's timeout is for the first delta
     assert decide(FakeGenerator(tmp_path, "x"), input=state * 9).status_code == 200  # one question alone
 
 
