@@ -283,7 +283,9 @@ def choose_stream(pools: Sequence[StreamLoad], ticket: Ticket, now: float) -> tu
 
 def _waiting(table: NDArray[Any], batch: int, now: float) -> NDArray[np.float64]:
     """For each replica the prompt tokens that wait before a new interactive stream, or with `batch` 1 before a batch stream."""
-    return np.maximum(table["own"][:, batch], table["queued"][:, batch] - table["rate"] * (now - table["heard_at"]))
+    computed = table["rate"] * (now - table["heard_at"])
+    waiting: NDArray[np.float64] = np.maximum(table["own"][:, batch], table["queued"][:, batch] - computed)
+    return waiting
 
 
 def _mark(name: str) -> int:
