@@ -197,7 +197,8 @@ class Generation:
         """Cancels the answers that have not ended, and counts the computed tokens."""
         metrics = self._service.metrics
         del self._take, self._over  # they refer to the caller and to an error, whose frames refer to this object
-        self._count([answer for answer, event in self._kept if isinstance(event, Token)])  # nobody has read these tokens
+        if self._num_open:  # nobody has read these tokens; otherwise they come after a stop string
+            self._count([answer for answer, event in self._kept if isinstance(event, Token)])
         self._kept.clear()
         self._later.clear()
         self._service.num_streams -= len(self._answers)

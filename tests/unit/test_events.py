@@ -272,6 +272,26 @@ def test_tokens_that_nobody_reads_are_counted(tmp_path: Path) -> None:
     assert 'emberforge_key_tokens_total{key="alice",model="fake",served_model="fake"} 102.0' in metrics.exposition().decode()
 
 
+def test_tokens_after_a_stop_string_are_not_counted(tmp_path: Path) -> None:
+    """The engine computes them while the reader is slow."""
+    model = FakeGenerator(tmp_path, "ab.cd", held=True)
+    service = Api(FakeBackend(model), Settings(), Metrics("fake")).service
+
+    async def scenario() -> int:
+        encoded = [np.array([1, 2], dtype=np.int32)]
+        wanted = Wanted(1, 8, lambda _: encoded, SamplingOptions(max_tokens=100), stop=(".",))
+        generation = Generation(service, cast(GeneratingModel, service.backend.get(None)), wanted, DEFAULT_QOS)
+        running = asyncio.create_task(generation.run(lambda _: generation.hold()))
+        await wait_for(lambda: len(generation._kept) == 100)
+        while not running.done():
+            generation.release()  # gives one delta
+            await asyncio.sleep(0)
+        running.result()
+        return generation.usage.completion_tokens
+
+    assert asyncio.run(scenario()) == 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_answer_of_a_request_that_is_cancelled_before_its_first_token_ends(tmp_path: Path, stream: bool) -> None:
     model, metrics = FakeGenerator(tmp_path, "x", late_s=60), Metrics("fake")
