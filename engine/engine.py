@@ -332,6 +332,11 @@ class Engine:
         if self.config.embeds:
             self.embed([[0]])
 
+    def prepare_grammars(self) -> None:
+        """As `Compiler.prepare`. Does nothing for a model that does not generate."""
+        if self._grammars is not None:
+            self._grammars.prepare()
+
     def embed(
         self,
         inputs: Sequence[Input],

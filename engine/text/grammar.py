@@ -5,6 +5,7 @@ Imports neither torch nor tokenizers.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -101,11 +102,19 @@ class Compiler:
     """Makes the matchers of one model's streams. Safe to call from several threads."""
 
     def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`tokenizer_json` gives the text of a tokenizer.json. It is called once, for the first grammar."""
+        """`tokenizer_json` gives the text of a tokenizer.json. It is called once, by `prepare` or for the first grammar."""
         self._tokenizer_json, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
         self._lock = Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: LRUCache[str, LLMatcher] = LRUCache(_MOST_COMPILED)
+
+    def prepare(self) -> None:
+        """Loads the tokenizer before the first grammar. The load holds the interpreter for seconds, and so all streams.
+
+        A tokenizer that takes no grammars fails at the first grammar, not here.
+        """
+        with self._lock, suppress(InvalidInput):
+            self._tokenizer = self._tokenizer or self._load()
 
     def matcher(self, grammar: str, options: SamplingOptions) -> "Matcher":
         """Raises: InvalidInput for a grammar that does not compile, with the compiler's message."""

@@ -104,7 +104,9 @@ class EngineServer:
 
     def load_engine(self, spec: ModelSpec, num_threads: int) -> Engine:
         """Loads the engine. Benchmarks and tests replace only this method."""
-        return Engine.load(spec.model, **self.load_options(spec, num_threads))
+        engine = Engine.load(spec.model, **self.load_options(spec, num_threads))
+        engine.prepare_grammars()
+        return engine
 
     def load_options(self, spec: ModelSpec, num_threads: int) -> dict[str, Any]:
         """The options of `Engine.load`."""

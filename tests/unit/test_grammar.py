@@ -167,6 +167,28 @@ def test_tokens_outside_of_the_tokenizer_are_never_allowed() -> None:
     assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [97, 98, 99]
 
 
+def test_the_tokenizer_is_loaded_once_before_the_first_grammar() -> None:
+    loads: list[str] = []
+
+    def tokenizer_json() -> str:
+        loads.append(byte_tokenizer().to_str())
+        return loads[-1]
+
+    compiler = Compiler(tokenizer_json, VOCAB_SIZE, (EOS,))
+    compiler.prepare()
+    assert len(loads) == 1
+    compiler.prepare()
+    compiler.matcher(grammar.of_regex("[a-z]+"), OPTIONS)
+    assert len(loads) == 1
+
+
+def test_a_tokenizer_that_takes_no_grammars_fails_at_the_first_one() -> None:
+    compiler = Compiler(lambda: "{}", VOCAB_SIZE, (EOS,))
+    compiler.prepare()
+    with pytest.raises(InvalidInput, match="takes no grammars"):
+        compiler.matcher(grammar.of_regex("[a-z]+"), OPTIONS)
+
+
 def test_preemption_consumes_no_token_twice() -> None:
     text = grammar.of_schema(
         {"type": "array", "items": {"type": "integer", "minimum": 10, "maximum": 99}, "minItems": 5, "maxItems": 5}

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -97,6 +99,23 @@ def test_a_replica_with_other_files_than_planned_does_not_start() -> None:
 
     with pytest.raises(ModelError, match="the plan says files-0"):
         NoServer(ModelSpec(name="m", model=EMBEDDED_MODEL, revision="files-0"), ServerSettings(), 1)
+
+
+def test_a_replica_loads_the_tokenizer_of_grammars_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unstarted(EngineServer):
+        def __init__(self) -> None: ...
+
+        def __del__(self) -> None:
+            """Does nothing: there is no engine to stop."""
+
+        def load_options(self, spec: ModelSpec, num_threads: int) -> dict[str, Any]:
+            return {}
+
+    prepared: list[str] = []
+    engine = SimpleNamespace(prepare_grammars=lambda: prepared.append("once"))
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
+    assert Unstarted().load_engine(ModelSpec(name="m", model=EMBEDDED_MODEL), 1) is engine
+    assert prepared == ["once"]
 
 
 def test_models_of_one_address_are_listed_and_chosen_by_name(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
