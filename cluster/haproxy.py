@@ -28,8 +28,8 @@ clients do not retry. The 404 comes first from the proxy that replaces the appli
 proxy answers 500 to a request whose process dies.
 HAProxy's own errors are also 503 or 408 in the API's form. Ray would make them 500, which load balancers do not retry.
 
-Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect`. HAProxy refuses Ray's
-own lists of the applications (`/-/routes`, `ListApplications`), because these would need no API key.
+Headers: Ray obeys some headers that a client must not set. HAProxy removes them. It also removes `Expect` and `Upgrade`. HAProxy
+refuses Ray's own lists of the applications (`/-/routes`, `ListApplications`), because these would need no API key.
 
 Request id: HAProxy takes a request's id from `x-request-id` or `traceparent`, or makes one, and returns it with each answer,
 including its own refusals.
@@ -111,7 +111,8 @@ _HTTP = re.compile(r"^frontend http.*\n +bind .*\n", re.MULTILINE)
 _ROUTES = re.compile(r"^    http-request return .* if routes$", re.MULTILINE)
 _NO_ROUTE = (
     "    http-request return status 404 content-type application/json "
-    f"string '{json.dumps(error_body('tei', 404, 'NotFound', 'there is no route /-/routes'))}' if routes"
+    f"string '{json.dumps(error_body('tei', 404, 'NotFound', 'there is no route /-/routes'))}' "
+    "if { path,url_dec -i /-/routes }"  # Ray's own condition would let `/-/%72outes` pass
 )
 _ERROR_FILES = re.compile(r"^ +errorfile 50[234] .*\n", re.MULTILINE)
 # HAProxy's own errors: the body, and the variable that has it in the form of the request's path.
@@ -139,7 +140,9 @@ _RAYS_HEADERS = (
 )
 # HAProxy answers the `Expect` of a request with a body, and forwards the `Expect` of others. If a process then answers
 # `100 Continue`, HAProxy may hang in a following answer of over 64 KiB.
-_HEADERS = "".join(f"    http-request del-header {name}\n" for name in (*_RAYS_HEADERS, "expect"))
+# The parser of a process takes the body of a request with `Upgrade` for further requests, and their answers would go to other
+# clients.
+_HEADERS = "".join(f"    http-request del-header {name}\n" for name in (*_RAYS_HEADERS, "expect", "upgrade"))
 # Ray could not decode an id of other characters. `serve_app/observe/requests.py` takes ids by the same rules.
 _ID = (
     "    http-request set-var(txn.id) req.fhdr(x-request-id,1) if { req.fhdr(x-request-id,1) -m reg ^[!-~]{1,128}$ }\n"

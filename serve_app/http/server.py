@@ -1,7 +1,8 @@
 """The HTTP server of a process that takes requests: uvicorn, which calls the API without Ray Serve's layers around it.
 
 Serve's layers take 100 us or more of each request (docs/decisions/039). Serve still chooses the port, passes it to HAProxy, and
-stops the server gracefully. HAProxy's health checks and Serve's other paths below `/-/` go to Serve's application.
+stops the server gracefully. HAProxy's health checks go to Serve's application. Serve's list of its applications (`/-/routes`) is
+not answered, because it would need no API key.
 
 The server also listens on a Unix socket, where HAProxy of the same machine sends its requests (docs/decisions/074).
 """
@@ -23,6 +24,7 @@ from cluster.node_sockets import http_socket, listen, node_folder
 log = logging.getLogger(__name__)
 
 _TLS = ("ssl_keyfile", "ssl_certfile", "ssl_keyfile_password", "ssl_ca_certs")
+_HEALTH_CHECK = "/-/healthz"  # HAProxy's
 _TASK = "emberforge.task"  # in a request's scope: the task that answers the request
 
 # A stopping server waits until no request has come for this time. On a busy machine HAProxy is replaced, and drops the process,
@@ -57,6 +59,7 @@ def answer_directly(app: ASGIApp) -> None:
             uvicorn.Config(
                 front,
                 http=_Protocol,
+                ws="none",
                 lifespan="off",
                 proxy_headers=False,
                 access_log=False,
@@ -92,7 +95,7 @@ class _Front:
         self.asked_at = -_QUIET_S  # when the last request came, in `time.monotonic` seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith("/-/"):
+        if scope["path"] == _HEALTH_CHECK:
             await self._serves(scope, receive, send)
             return
         self.asked_at = time.monotonic()
@@ -133,12 +136,22 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Cancels a request whose client leaves. A task that waits for this would take 20 us of each request."""
+    """Cancels a request whose client leaves. A task that waits for this would take 20 us of each request.
+
+    A request for another protocol (`Upgrade`) gets 400, and its connection is closed. The parser does not read such a request's
+    body: it would take the body for further requests, and their answers would go to other clients of HAProxy's connection.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._joining = _Joining(transport, _waiting(self.loop))
         self.transport = cast(asyncio.Transport, self._joining)
+
+    def on_headers_complete(self) -> None:
+        """Raises: ValueError, which ends the connection with 400."""
+        if self.parser.should_upgrade():
+            raise ValueError("a request for another protocol")
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         self._joining.flush()

