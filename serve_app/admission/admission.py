@@ -39,7 +39,7 @@ class Admission:
         self._settings, self._metrics, self._backlog_s = settings, metrics, backlog_s
         most = ceil(settings.max_concurrent_requests / sharing)
         self._places, self._streams, self._stream_slots = Places(most, num_models), Places(most), Slots(most)
-        # Half of the places, so that clients with slow uploads leave the other half to all other requests.
+        # Half of the places, so that clients with slow bodies leave the other half to all other requests.
         self._reading = Places(max(1, most // 2))
         self._bytes = BytesInFlight(max(_BYTES_IN_FLIGHT, 4 * settings.payload_limit))
 
@@ -50,7 +50,7 @@ class Admission:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Holds a place for a request while its body arrives. Raises: Overloaded."""
+        """Holds a place for a request while its slow body arrives. Raises: Overloaded."""
         place = self._take(self._reading, None, calling())
         try:
             yield

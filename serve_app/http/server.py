@@ -34,6 +34,9 @@ _LONGEST_WAIT_S = 10.0
 # New connections that the server takes in a round of the event loop, at most. libuv takes one from each socket that listens, so
 # with one socket the last of 500 new connections would wait for 500 rounds.
 _ACCEPTED_IN_A_ROUND = 16
+# Seconds for the rest of a body after the request was answered. A client may read its answer only after it has sent everything.
+# But while a body is incomplete, HAProxy counts the request as one in flight.
+_REST_OF_BODY_S = 2.0
 _MOST_WAITING = 16 << 10  # bytes of a connection's chunks that wait for the end of a turn of the event loop
 
 
@@ -146,6 +149,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._joining = _Joining(transport, _waiting(self.loop))
         self.transport = cast(asyncio.Transport, self._joining)
+        self._closing: asyncio.TimerHandle | None = None  # while the rest of an answered request's body is awaited
 
     def on_headers_complete(self) -> None:
         """Raises: ValueError, which ends the connection with 400."""
@@ -153,8 +157,16 @@ class _Protocol(HttpToolsProtocol):
             raise ValueError("a request for another protocol")
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         self._joining.flush()
+        if self.cycle.more_body and not self.pipeline:
+            self._closing = self.loop.call_later(_REST_OF_BODY_S, self._joining.close)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -74,11 +74,14 @@ def _service(**settings: Any) -> Service:
     return Service(_Backend(), ServerSettings(**settings), Metrics("bodies"))  # type: ignore[arg-type]
 
 
-def _request(*chunks: bytes, pause_s: float = 0.0) -> Request:
+def _request(*chunks: bytes, pause_s: float = 0.0, until: asyncio.Event | None = None) -> Request:
+    """A request whose parts come after `pause_s` each, the second one not before `until`."""
     waiting = list(chunks)
 
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(pause_s)
+        if until is not None and len(waiting) < len(chunks):
+            await until.wait()
         return {"type": "http.request", "body": waiting.pop(0), "more_body": bool(waiting)}
 
     return Request({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
@@ -124,24 +127,43 @@ def test_a_body_that_needs_no_count_is_within_the_limits(content: str) -> None:
 
 
 def test_a_body_that_pauses_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_SLOW_S", 0.01)
     monkeypatch.setattr(bodies, "_PAUSE_S", 0.01)
     with pytest.raises(BadBody, match="paused") as caught:
         _read(_service(), _request(b"{", b"}", pause_s=5))
     assert caught.value.status == 408
 
 
-def test_slow_bodies_have_half_of_the_places() -> None:
+def test_a_body_has_the_time_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on routes whose answer may take longer."""
+    monkeypatch.setattr(bodies, "_SLOW_S", 0.01)
+    with pytest.raises(BadBody, match=r"the body was not complete within 0\.05 s") as caught:
+        _read(_service(request_timeout_s=0.05), _request(*[b" "] * 100, pause_s=0.01))
+    assert caught.value.status == 408
+
+
+def test_slow_bodies_have_half_of_the_places_and_the_others_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "_SLOW_S", 0.01)
     service = _service(max_concurrent_requests=4)
+    may_end = asyncio.Event()
 
-    async def read_many() -> list[Any]:
-        slow = [_request(b"{", b"}", pause_s=0.05) for _ in range(3)]
-        work = [bodies.read_body(each, service, service.admission.hold()) for each in slow]
-        return await asyncio.gather(*work, return_exceptions=True)
+    def read(request: Request) -> "asyncio.Task[bytes]":
+        return asyncio.create_task(bodies.read_body(request, service, service.admission.hold()))
 
-    first, second, third = asyncio.run(read_many())
-    assert (first, second) == (b"{}", b"{}")
-    assert isinstance(third, Overloaded)
-    assert _read(service, _request(b"{}")) == b"{}"  # the places are free again
+    async def read_many() -> None:
+        slow = [read(_request(b"{", b"}", until=may_end)) for _ in range(3)]
+        (refused,), places = await asyncio.wait(slow, return_when=asyncio.FIRST_COMPLETED)
+        assert isinstance(refused.exception(), Overloaded)
+        assert await read(_request(b"{", b"}")) == b"{}"
+        may_end.set()
+        assert await asyncio.gather(*places) == [b"{}", b"{}"]
+        may_end.clear()
+        later = read(_request(b"{", b"}", until=may_end))  # the places are free again
+        await asyncio.sleep(0.05)
+        may_end.set()
+        assert await later == b"{}"
+
+    asyncio.run(read_many())
 
 
 def test_the_bytes_in_flight_have_a_budget() -> None:

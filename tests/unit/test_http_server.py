@@ -180,6 +180,36 @@ def test_the_body_of_an_upgrade_is_not_taken_for_a_request(serves: Any, protocol
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
+@pytest.mark.parametrize("rest", [b"", b"}"])
+def test_an_answered_request_whose_body_does_not_end_loses_its_connection(
+    rest: bytes, serves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HAProxy counts such a request as one in flight."""
+    monkeypatch.setattr(module, "_REST_OF_BODY_S", 3600.0 if rest else 0.05)
+
+    async def main() -> None:
+        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+        answer_directly(Slow())
+        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+        while not server.started:
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", options.port)
+        writer.write(b"POST /x/fast HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{")
+        assert (await reader.readuntil(b"ours at /x")).startswith(b"HTTP/1.1 200 ")
+        if rest:
+            writer.write(rest + b"GET /x/fast HTTP/1.1\r\nhost: h\r\n\r\n")
+            assert (await reader.readuntil(b"ours at /x")).startswith(b"HTTP/1.1 200 ")
+            (connection,) = server.server_state.connections
+            assert connection._closing is None
+        else:
+            assert await reader.read() == b""
+        writer.close()
+        server.should_exit = True
+        await task
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 @pytest.mark.slow
 def test_a_stopping_server_answers_while_requests_come(serves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """HAProxy may learn late that the process stops. The server stops after the longest wait, even if requests go on."""
