@@ -53,7 +53,7 @@ class Account:
 
     def add(self, model: str, num_tokens: int) -> None:
         """Counts tokens that were not known before, such as an answer's. The key may then have used more than its limit."""
-        if self.limits.tokens_per_minute is not None:
+        if self._refilled() is not None:
             self._spent += num_tokens
         self._usage.count(self.name, model, tokens=num_tokens)
 
@@ -62,16 +62,20 @@ class Account:
         self._usage.count(self.name, model or "", refusals=1)
 
     def _check_tokens(self, model: str | None, num_tokens: int) -> None:
-        now, most = self._clock(), self._share(self.limits.tokens_per_minute)
+        most = self._refilled()
         if most is None:
-            self._spent, self._spent_at = 0.0, now
             return
-        self._spent = max(0.0, self._spent - (now - self._spent_at) * most / 60)
-        self._spent_at = now
         over = self._spent + min(num_tokens, most) - most
         if over > 0:
             self.refused(model)
             raise Overloaded(60 * over / most, f"the API key `{self.name}` has used up its tokens per minute; {self._told(most)}")
+
+    def _refilled(self) -> int | None:
+        """Gives back the tokens of the time since the last call. Returns: the most tokens of the key. None for no limit."""
+        now, most = self._clock(), self._share(self.limits.tokens_per_minute)
+        self._spent = 0.0 if most is None else max(0.0, self._spent - (now - self._spent_at) * most / 60)
+        self._spent_at = now
+        return most
 
     def _share(self, limit: int | None) -> int | None:
         return None if limit is None else ceil(limit / self._num_gateways())

@@ -35,9 +35,9 @@ class Slots:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        for owner in list(self._waiting):
-            if self._free <= 0:
-                return
+        owners = deque(self._waiting)
+        while owners and self._free > 0:
+            owner = owners.popleft()
             if (most := self._most[owner]) is not None and self._held[owner] >= most:
                 continue
             line = self._waiting.pop(owner)
@@ -49,3 +49,4 @@ class Slots:
                 self._held[owner] += 1
             if line:
                 self._waiting[owner] = line  # at the end of the queue of owners
+                owners.append(owner)  # if its limit was raised, several of its messages may have a slot now

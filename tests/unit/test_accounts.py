@@ -110,6 +110,16 @@ def test_tokens_of_an_answer_count_when_they_are_there() -> None:
     alice.spend("m", 600)
 
 
+def test_time_before_an_answer_gives_nothing_back_for_its_tokens() -> None:
+    alice, clock = account(Limits(tokens_per_minute=600))
+    alice.spend("m", 1)
+    clock.now += 3600  # a long answer, or a long wait for one
+    alice.add("m", 600)
+    with pytest.raises(Overloaded) as told:
+        alice.spend("m", 1)
+    assert retry_after_s(told.value) == 1
+
+
 def test_gateways_share_the_limits() -> None:
     alice, _ = account(Limits(tokens_per_minute=600, requests_in_flight=4), num_gateways=3)
     alice.spend("m", 200)
@@ -253,6 +263,18 @@ def test_a_slot_that_was_given_to_a_task_that_is_cancelled_goes_on() -> None:
         first.cancel()
         async with asyncio.timeout(10):
             await second
+
+    asyncio.run(scenario())
+
+
+def test_a_higher_limit_gives_slots_to_all_messages_that_wait() -> None:
+    async def scenario() -> None:
+        slots = Slots(4)
+        await slots.acquire("a", 1)
+        waiting = [asyncio.create_task(slots.acquire("a", 1)) for _ in range(2)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await asyncio.gather(slots.acquire("a", 4), *waiting)
 
     asyncio.run(scenario())
 
