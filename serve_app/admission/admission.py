@@ -41,6 +41,7 @@ class Admission:
         self._places, self._streams, self._stream_slots = Places(most, num_models), Places(most), Slots(most)
         # Half of the places, so that clients with slow bodies leave the other half to all other requests.
         self._reading = Places(max(1, most // 2))
+        self.num_open_streams = 0
         self._bytes = BytesInFlight(max(_BYTES_IN_FLIGHT, 4 * settings.payload_limit))
 
     def hold(self) -> Hold:
@@ -85,9 +86,11 @@ class Admission:
         """Counts a stream of messages. Raises: Overloaded if more streams than `max_concurrent_requests` are open."""
         account = calling()
         place = self._enter(self._streams, None, account)
+        self.num_open_streams += 1
         try:
             yield
         finally:
+            self.num_open_streams -= 1
             self._leave(self._streams, place, account)
 
     async def wait_for_stream_slot(self) -> Callable[[object], None]:

@@ -24,12 +24,17 @@ from serve_app.grpc.guard import opened, parsed
 from serve_app.grpc.health import HealthServicer
 from serve_app.grpc.messages import Caller
 from serve_app.grpc.metadata import headers
-from serve_app.grpc.streams import in_order
+from serve_app.grpc.streams import Window, in_order
 from serve_app.grpc.unread import Unread
+from serve_app.models import ModelInfo
 from serve_app.version import VERSION
 
 # The most answers of one stream that are computed, or wait for the client. TEI's GRPC_MAX_PARALLEL_STREAM_REQUESTS.
 _WINDOW = 1024
+# The same in bytes, for all streams of this process together. Otherwise streams whose clients do not read would fill the memory.
+_WINDOW_BYTES = 256 << 20
+# Approximate bytes of a token of `Tokenize`.
+_TOKEN_BYTES = 80
 
 Response = TypeVar("Response", bound=Message)
 T = TypeVar("T")
@@ -37,6 +42,8 @@ T = TypeVar("T")
 Answer = Callable[[Service, Any, Caller], Coroutine[Any, Any, tuple[Response, RequestState | None]]]
 Unary = Callable[["TeiServicer", Any, Context], Coroutine[Any, Any, Response]]
 Stream = Callable[["TeiServicer", AsyncIterator[Any], Context], AsyncIterator[Response]]
+# About the most bytes of the answer to a message of this number of bytes.
+AnswerBytes = Callable[[ModelInfo, int], int]
 
 
 def _unary(
@@ -58,7 +65,19 @@ def _unary(
     return call
 
 
-def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
+def _vector_bytes(info: ModelInfo, _: int) -> int:
+    return 4 * info.embedding_size
+
+
+def _token_vectors_bytes(info: ModelInfo, num_bytes: int) -> int:
+    return 4 * info.embedding_size * min(num_bytes, info.max_input_length)
+
+
+def _tokens_bytes(_: ModelInfo, num_bytes: int) -> int:
+    return _TOKEN_BYTES * num_bytes
+
+
+def _stream(method: str, answer: "Answer[Response]", answer_bytes: AnswerBytes = _vector_bytes) -> "Stream[Response]":
     """A method that answers a stream of messages with a stream."""
 
     async def call(self: "TeiServicer", request: AsyncIterator[Unread], grpc_context: Context) -> AsyncIterator[Response]:
@@ -69,8 +88,12 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
                 async with opened(service, unread, caller.headers) as message:
                     return await answer(service, message, caller)
 
+            def bytes_of(unread: Unread) -> int:
+                return answer_bytes(caller.model.info, len(unread.content))
+
             with service.admission.open_stream():
-                async with aclosing(in_order(request, one, service.admission.wait_for_stream_slot, _WINDOW)) as answers:
+                work = in_order(request, one, service.admission.wait_for_stream_slot, _window(service), bytes_of)
+                async with aclosing(work) as answers:
                     async for response, _ in answers:
                         yield response
             return
@@ -78,6 +101,10 @@ def _stream(method: str, answer: "Answer[Response]") -> "Stream[Response]":
             raise RuntimeError(grpc_context.details())
 
     return call
+
+
+def _window(service: Service) -> Window:
+    return Window(_WINDOW, lambda: _WINDOW_BYTES / service.admission.num_open_streams)
 
 
 def _is_through_proxy(messages: AsyncIterator[Unread]) -> bool:
@@ -134,14 +161,14 @@ class TeiServicer(HealthServicer):
     EmbedSparse = _unary("/tei.v1.Embed/EmbedSparse", tei.EmbedSparseResponse, messages.embed_sparse)
     EmbedSparseStream = _stream("/tei.v1.Embed/EmbedSparseStream", messages.embed_sparse)
     EmbedAll = _unary("/tei.v1.Embed/EmbedAll", tei.EmbedAllResponse, messages.embed_all)
-    EmbedAllStream = _stream("/tei.v1.Embed/EmbedAllStream", messages.embed_all)
+    EmbedAllStream = _stream("/tei.v1.Embed/EmbedAllStream", messages.embed_all, _token_vectors_bytes)
     Predict = _unary("/tei.v1.Predict/Predict", tei.PredictResponse, messages.predict)
     PredictPair = _unary("/tei.v1.Predict/PredictPair", tei.PredictResponse, messages.predict_pair)
     PredictStream = _stream("/tei.v1.Predict/PredictStream", messages.predict)
     PredictPairStream = _stream("/tei.v1.Predict/PredictPairStream", messages.predict_pair)
     Rerank = _unary("/tei.v1.Rerank/Rerank", tei.RerankResponse, messages.rerank, lambda request: len(request.texts))
     Tokenize = _unary("/tei.v1.Tokenize/Tokenize", tei.EncodeResponse, messages.tokenize)
-    TokenizeStream = _stream("/tei.v1.Tokenize/TokenizeStream", messages.tokenize)
+    TokenizeStream = _stream("/tei.v1.Tokenize/TokenizeStream", messages.tokenize, _tokens_bytes)
     Decode = _unary("/tei.v1.Tokenize/Decode", tei.DecodeResponse, messages.decode)
     DecodeStream = _stream("/tei.v1.Tokenize/DecodeStream", messages.decode)
 
@@ -157,7 +184,7 @@ class TeiServicer(HealthServicer):
                     first = first or message
                     return await messages.rank(service, message, first, caller)
 
-            work = in_order(request, answer, service.admission.wait_for_stream_slot, _WINDOW)
+            work = in_order(request, answer, service.admission.wait_for_stream_slot, _window(service))
             with service.admission.open_stream():
                 async with aclosing(work) as answers:
                     ranked = [each async for each in _at_most(service.settings.max_client_batch_size, answers)]

@@ -28,13 +28,13 @@ from serve_app.admission.qos import Qos
 from serve_app.app import deploy_config, machine_share
 from serve_app.compute import embedding, scoring
 from serve_app.compute.service import Service
-from serve_app.grpc import guard, tei_pb2_grpc
+from serve_app.grpc import guard, servicer, tei_pb2_grpc
 from serve_app.grpc import tei_pb2 as tei
 from serve_app.grpc.encode import packed_floats
 from serve_app.grpc.metadata import headers
 from serve_app.grpc.servicer import TeiServicer
 from serve_app.grpc.services import add_services
-from serve_app.grpc.streams import in_order
+from serve_app.grpc.streams import Window, in_order
 from serve_app.grpc.unread import Unread
 from serve_app.models import ModelInfo
 from serve_app.observe.metrics import Metrics
@@ -742,13 +742,34 @@ def test_no_more_is_read_than_answers_are_taken(make: Make) -> None:
         return message, None
 
     async def scenario() -> None:
-        async with aclosing(in_order(messages(), one, wait_for_slot, window=3)) as answers:
+        async with aclosing(in_order(messages(), one, wait_for_slot, Window(3))) as answers:
             for taken in range(1, 6):
                 assert await anext(answers) == (taken, None)
                 await asyncio.sleep(0.01)
                 assert num_read == taken + 3  # the last message waits to be computed
 
     asyncio.run(scenario())
+
+
+def test_streams_share_the_bytes_of_answers_that_wait_for_clients(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = tei.EmbedAllRequest(inputs="two words")
+    most_bytes = 4 * WIDTH * message.ByteSize()  # a text has at most as many tokens as bytes
+    monkeypatch.setattr(servicer, "_WINDOW_BYTES", 4 * most_bytes)
+
+    async def scenario(server: Server) -> None:
+        server.model.hold[4] = asyncio.Event()
+        answers = []
+        for num_streams, num_running in ((1, 4), (2, 6), (5, 9)):  # one answer of each stream is always allowed
+            while len(answers) < num_streams:
+                answers.append(asyncio.ensure_future(collect(server.embed.EmbedAllStream(iter([message] * 8)))))
+                await until(lambda: server.service.admission.num_open_streams == len(answers))
+            await until(lambda: server.model.running == num_running)  # noqa: B023 - it is awaited at once
+            await asyncio.sleep(0.02)
+            assert server.model.running == num_running
+        server.model.hold[4].set()
+        assert [len(each) for each in await asyncio.gather(*answers)] == [8] * 5
+
+    make().run(scenario)
 
 
 def test_answers_come_in_the_order_of_the_messages(make: Make) -> None:
