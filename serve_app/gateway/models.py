@@ -50,6 +50,9 @@ _WAKE_FROM_S = 2.0
 # Serve lists a dead replica for seconds. A request that was sent to replicas that were already dead is sent again for this time,
 # at this interval.
 _UNREACHABLE_S = 10.0
+# A caller that leaves after this share of the server's timeout has not left: the timeout ends its request. The timeout also
+# covers the time before the model's part.
+_TIMED_OUT = 0.9
 _AGAIN_S = 0.1
 
 
@@ -110,11 +113,20 @@ class PooledModel:
         start = monotonic()
         try:
             found = await self._embed(sequences, options, qos)
+        except asyncio.CancelledError:
+            self._left(start)
+            raise
         except Exception as error:
             self.on_end(monotonic() - start, error)
             raise
         self.on_end(monotonic() - start, None)
         return found
+
+    def _left(self, start: float) -> None:
+        """Reports a request without a result whose caller has left. Only the server's timeout is a failure."""
+        seconds = monotonic() - start
+        if self.on_end is not None and seconds > _TIMED_OUT * self._timeout_s:
+            self.on_end(seconds, TimeoutError())
 
     async def _embed(self, sequences: Sequence[TokenIds], options: EmbedOptions, qos: Qos) -> Embeddings:
         batch = qos.priority == "batch"
@@ -318,7 +330,9 @@ class PooledGenerator(PooledModel):
         error = await self._generated(stream)
         if error is not None:
             stream.fail(error)
-        if self.on_end is not None:
+        if stream.future.cancelled() and not stream.answer:
+            self._left(start)
+        elif self.on_end is not None:
             self.on_end((monotonic() - start) / max(1, len(stream.answer)), error)
 
     async def _generated(self, stream: Stream) -> Exception | None:

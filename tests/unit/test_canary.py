@@ -195,3 +195,28 @@ def test_a_gateway_counts_and_tells_how_requests_to_both_versions_end(monkeypatc
     assert [(each.requests, each.failed) for each in found] == [(0, 0), (6, 4)]
     assert canary.tallies(store, "m", "another", ["g1"])[1].requests == 0
     assert old.on_end is not None
+
+
+@pytest.mark.parametrize(("timeout_s", "failures"), [(0.01, 1), (3600.0, 0)])
+def test_a_request_that_the_server_ends_late_is_a_failure_of_its_version(
+    timeout_s: float, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that never answers must not count as good. A client that leaves shows nothing."""
+    made = models(monkeypatch, max_batch_tokens=512)
+    new = made._all[1]
+    new._timeout_s = timeout_s
+
+    async def embed(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(new, "_embed", embed)
+
+    async def request() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await new.embed([], EmbedOptions(), Qos())
+
+    asyncio.run(request())
+    (versions,) = made._versions.values()
+    tally = versions._tallies[1]
+    assert (tally.requests, tally.failed) == (failures, failures)

@@ -451,6 +451,27 @@ def test_a_stream_goes_on_at_one_other_replica(outcomes: Sequence[Any], attempts
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "timeout_s", "ends"), [(0, 3600.0, []), (0, 0.0, ["TimeoutError()"]), (1, 3600.0, ["None"])]
+)
+def test_a_stream_without_a_token_says_something_about_its_version_only_at_the_timeout(
+    num_tokens: int, timeout_s: float, ends: list[str]
+) -> None:
+    async def scenario() -> None:
+        pools, stream, told = Pools(), Stream.begin([1], SamplingOptions(max_tokens=5), VOCABULARY, CONTEXT), list[str]()
+        pools._timeout_s, pools.on_end = timeout_s, lambda _, error: told.append(repr(error))
+
+        async def leave(stream: Stream, _ticket: Any) -> None:
+            stream.answer.extend(Token(5) for _ in range(num_tokens))
+            stream.future.cancel()
+
+        pools.pools[0].generate = leave  # type: ignore[method-assign]
+        await pools._generate(stream)
+        assert told == ends
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(("num_tokens", "is_suspect"), [(0, True), (15, True), (16, False)])
 def test_a_stream_with_tokens_of_a_replica_becomes_no_suspect_by_its_death(num_tokens: int, is_suspect: bool) -> None:
     """Tokens of an earlier replica do not count."""
