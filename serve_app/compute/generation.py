@@ -150,7 +150,8 @@ class Generation:
             with service.admission.admit(wanted.num_prompts * wanted.n, self._model):
                 work = (wanted.num_chars + _CHARS_OF_AN_ANSWER * wanted.num_prompts) * wanted.n
                 with step("tokenise"):
-                    self._answers = await service.off_loop(work, self._prepare, self._start)
+                    async with asyncio.timeout(timeout_s):  # the timer above does not end this wait for a thread
+                        self._answers = await service.off_loop(work, self._prepare, self._start)
                 service.num_streams += len(self._answers)
                 service.metrics.tokenize_seconds.observe(perf_counter() - self._start)
                 service.admission.spend(self._model, self.usage.prompt_tokens)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from serve_app.admission.accounts import called_by
 from serve_app.admission.key_file import add_key
 from serve_app.admission.qos import DEFAULT_QOS
 from serve_app.compute.generation import Delta, Generation, Wanted
+from serve_app.compute.service import TOKENIZING_THREADS
 from serve_app.dialects.completion_answers import CompletionAnswers
 from serve_app.dialects.handler import Reply
 from serve_app.dialects.tei_bodies import TokenizeRequest
@@ -290,6 +292,24 @@ def test_tokens_after_a_stop_string_are_not_counted(tmp_path: Path) -> None:
         return generation.usage.completion_tokens
 
     assert asyncio.run(scenario()) == 3
+
+
+def test_a_prompt_that_waits_for_a_thread_has_the_time_of_a_request(tmp_path: Path) -> None:
+    service = Api(FakeBackend(FakeGenerator(tmp_path, "x")), Settings(request_timeout_s=0.05), Metrics("fake")).service
+    may_go_on = threading.Event()
+
+    async def scenario() -> None:
+        others = [service.in_thread(may_go_on.wait) for _ in range(TOKENIZING_THREADS)]
+        wanted = Wanted(1, 10_000, lambda _: [np.array([1, 2], dtype=np.int32)], SamplingOptions(max_tokens=1))
+        generation = Generation(service, cast(GeneratingModel, service.backend.get(None)), wanted, DEFAULT_QOS)
+        try:
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.wait_for(generation.run(lambda _: None), 10)
+        finally:
+            may_go_on.set()
+            await asyncio.gather(*others)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("stream", [False, True])
