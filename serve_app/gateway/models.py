@@ -166,7 +166,7 @@ class PooledModel:
     async def _compute(self, mark: int, sequences: Sequences, options: EmbedOptions, qos: Qos) -> Embeddings:
         """Computes on one replica, and again on another one if the first is lost. A repeated computation does no harm.
 
-        A replica that was already gone when the request was sent does not count.
+        A replica that stops gracefully, or was already gone when the request was sent, does not count.
 
         Args:
             mark: the fingerprint of the whole request.
@@ -205,12 +205,13 @@ class PooledModel:
 
         Args:
             is_innocent: whether the request is a settled stream and no suspect. It does not become a suspect.
-        Returns: whether the request may be the reason. False if the replica was already gone when the request was sent.
+        Returns: whether the request may be the reason. False if the replica stops gracefully, or was already gone when the
+            request was sent.
         """
         level = logging.WARNING if attempt < 3 else logging.DEBUG  # a request may try dozens of times
         log.log(level, "%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
         if not isinstance(error, ReplicaDied):
-            return not isinstance(error, Unreachable)
+            return not isinstance(error, Stopping | Unreachable)
         if is_innocent:
             return False
         death = self.suspects.died(mark, error.replica, sent_at)

@@ -14,7 +14,7 @@ from typing import Any
 from serve_app.compute.turns import Turns
 from serve_app.gateway.frames import FrameProtocol, Kind, Payload, unpacked
 from serve_app.gateway.parcel import Answered, Parcel
-from serve_app.gateway.remote import Lost, ReplicaDied, Stopping
+from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.gateway.steps import NewStream, Steps
 
 log = logging.getLogger(__name__)
@@ -74,15 +74,15 @@ class Wire(FrameProtocol):
     async def call(self, parcels: Sequence[Parcel]) -> list[Answered]:
         """The replica's answer to each parcel. If the caller leaves, the replica cancels the call.
 
-        Raises: ReplicaDied if the replica's process ends first. Lost if the connection ends for another reason. An error of the
-            replica that concerns all parcels.
+        Raises: ReplicaDied if the replica's process ends first. Lost if the connection ends for another reason. Unreachable if
+            it has ended before the call. An error of the replica that concerns all parcels.
         """
         number = next(self._numbers)
         answer = self._open[number] = asyncio.get_running_loop().create_future()
         try:
             self.send(number, Kind.CALL, pickle.dumps(parcels, protocol=5))
-            if self.is_over:
-                raise Lost("the connection to the replica has ended")
+            if self._is_closed:
+                raise Unreachable("the connection to the replica has ended")
             answered: list[Answered] = await answer
             return answered
         finally:

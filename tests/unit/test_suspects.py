@@ -25,7 +25,7 @@ from serve_app.admission.suspects import Death, Suspects, fingerprint, innocence
 from serve_app.errors import Quarantined, Unhealthy
 from serve_app.gateway import models
 from serve_app.gateway.models import PooledModel
-from serve_app.gateway.remote import Lost, ReplicaDied, Unreachable
+from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.replica import journal as journals
 from serve_app.replica.in_flight import InFlight
 from serve_app.replica.journal import OtherJournals
@@ -88,6 +88,7 @@ def test_the_death_of_a_replica_before_the_request_came_is_not_its_doing() -> No
         (["", ""], Unhealthy),  # the reason for the end of these replicas is unknown
         (["a", "known"], None),
         (["known", "gone", "gone", "a", "gone"], None),
+        (["stops", "stops", "a"], None),  # an update stops one replica after the other
         (["gone", "a", "gone", "b"], Quarantined),
     ],
 )
@@ -106,6 +107,8 @@ def test_a_request_is_sent_to_two_replicas_that_it_may_have_ended_at_the_most(
             return "vectors"
         if (replica := left.pop(0)) == "gone":
             raise Unreachable("it is gone")
+        if replica == "stops":
+            raise Stopping("it stops")
         raise ReplicaDied(replica, RuntimeError("gone")) if replica else Lost("gone")
 
     model._choose = lambda *_: SimpleNamespace(embed=embed)  # type: ignore[method-assign, assignment, return-value]

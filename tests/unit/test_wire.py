@@ -364,7 +364,7 @@ def test_a_replica_whose_process_ends_has_died(run: Run) -> None:
             await waiting
         assert died.value.replica == "it"
         assert wire.is_over
-        with pytest.raises(Lost):
+        with pytest.raises(Unreachable):
             await wire.call([parcel(1)])
 
     run(scenario)
@@ -376,7 +376,7 @@ def test_a_replica_that_stops_in_order_finishes_its_calls(run: Run) -> None:
         await until(lambda: replica.begun == [0])
         closing = asyncio.ensure_future(wires.close())
         await until(lambda: wire.is_over)  # the gateway knows, and chooses another replica
-        late = await wire_call_in_spite(wire, parcel(3))
+        late = await wire.call([parcel(3)])  # a call that was on its way
         assert number_of(late[0]) == 3
         assert not closing.done()
         replica.go.set()
@@ -384,15 +384,6 @@ def test_a_replica_that_stops_in_order_finishes_its_calls(run: Run) -> None:
         await asyncio.wait_for(closing, 5)
 
     run(scenario)
-
-
-async def wire_call_in_spite(wire: Wire, sent: Parcel) -> list[Answered]:
-    """Send a call that was on its way when the replica announced its end."""
-    wire.is_left = False
-    try:
-        return await wire.call([sent])
-    finally:
-        wire.is_left = True
 
 
 def test_who_has_no_secret_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
