@@ -18,7 +18,8 @@ _CODES = {
 }
 # Codes of single errors, before the codes by type. gRPC itself uses this code for a message that is too long.
 _STATUS_CODES = {413: "RESOURCE_EXHAUSTED", 500: "INTERNAL"}
-# The most bytes of a call's details. gRPC percent-encodes a byte as up to three, and clients refuse metadata of over 8 KiB.
+# The most bytes of a call's details. gRPC percent-encodes a byte as up to three. Clients refuse metadata of over 8 KiB. At over
+# 64 KiB HAProxy ends its connection to the process, with the calls of all clients.
 _MOST_DETAILS = 2_000
 
 
