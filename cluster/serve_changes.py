@@ -8,19 +8,46 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pydantic import BaseModel, ConfigDict
+
+from cluster.files import ClusterError, parse_yaml
 
 # The options of a deployment that Serve changes without touching a replica.
 _NUMBERS = ("num_replicas", "min_replicas", "max_replicas")
 
 
+class _Deployment(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+    autoscaling_config: dict[str, Any] | None = None
+
+
+class _Application(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    name: str
+    args: dict[str, Any] = {}
+    deployments: list[_Deployment] = []
+
+
+class _Config(BaseModel):
+    """The parts of a Serve config that `changes` reads."""
+
+    model_config = ConfigDict(extra="allow")
+    applications: list[_Application]
+
+
 def deployed_before(file: Path) -> dict[str, Any] | None:
-    """The Serve config in the file. None if there is no file, or no Serve config in it."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    """The Serve config in the file. None if the file does not exist or is empty.
+
+    Raises: ClusterError if the file has something else, which `plan -o` must not replace.
+    """
+    if not file.is_file():
         return None
-    return content if isinstance(content, dict) and isinstance(content.get("applications"), list) else None
+    try:
+        text = file.read_text(encoding="utf-8")
+        return parse_yaml(text, str(file), _Config).model_dump(exclude_unset=True) if text.strip() else None
+    except (ClusterError, OSError, ValueError) as error:
+        raise ClusterError(f"{error}; --output replaces only a Serve config: name another file, or delete this one") from None
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

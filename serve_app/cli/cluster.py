@@ -38,6 +38,7 @@ def plan(
     from cluster.serve_changes import changes, deployed_before
     from cluster.serve_config import serve_config
 
+    before = None if output is None else deployed_before(output)
     file = load_models(models)  # before the nodes, because this check is faster
     made = Plan(file, load_nodes(inventory) if inventory else live_nodes(say=say))
     if as_json:
@@ -45,7 +46,6 @@ def plan(
     else:
         plan_report.show(made, Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 120))
     if output is not None:
-        before = deployed_before(output)
         config = serve_config(made)
         text = plan_report.FILE_HEADER + yaml.safe_dump(config, sort_keys=False)
         try:

@@ -14,6 +14,7 @@ from ray.serve.schema import ServeDeploySchema
 from stub_hub import stub_hub
 from typer.testing import CliRunner
 
+from cluster.files import ClusterError
 from cluster.models_file import ModelsFile
 from cluster.nodes import GIB, Card, Node
 from cluster.plan import Plan
@@ -133,12 +134,46 @@ def test_what_comes_and_goes_is_said() -> None:
     }
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "applications: 1", "a: 1"])
-def test_a_file_of_something_else_is_no_config(tmp_path: Path, text: str) -> None:
+def test_only_a_config_or_an_empty_file_is_replaced(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     assert deployed_before(file) is None
-    file.write_text(text)
+    file.write_text("\n")
     assert deployed_before(file) is None
+    file.write_text(yaml.safe_dump(config()))
+    assert deployed_before(file) == config()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "line 1: the file is \\[], not a mapping with applications"),
+        ("{", "cannot be read"),
+        ("models: []", "applications is missing"),
+        ("1: 2\napplications: []", "line 1: 1 = 1: Keys should be strings"),
+        ("applications: [{name: gateway, 3: 4}]", "applications.0.3 = 3: Keys should be strings"),
+        ("applications: [{name: [1]}]", "applications.0.name = \\[1]: Input should be a valid string"),
+        ("applications: [{name: gateway, args: abc}]", "applications.0.args = 'abc': Input should be a valid dictionary"),
+        (
+            "applications: [{name: gateway, deployments: [{name: Gateway, autoscaling_config: 3}]}]",
+            "applications.0.deployments.0.autoscaling_config = 3: Input should be a valid dictionary",
+        ),
+    ],
+)
+def test_a_file_of_something_else_stays(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    with pytest.raises(ClusterError, match=f"{reason}.*; --output replaces only a Serve config: name another file"):
+        deployed_before(file)
+
+
+def test_the_plan_does_not_replace_its_own_models_file(tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text("models: [{name: lite, model: qwen3-embedding-0.6b}]")
+    with pytest.raises(ClusterError, match="applications is missing; --output replaces only a Serve config"):
+        CliRunner().invoke(
+            cli, ["plan", "--models", str(models), "--live", "-o", str(models)], catch_exceptions=False, standalone_mode=False
+        )
+    assert models.read_text().startswith("models:")
 
 
 def test_the_command_says_it_before_anything_is_deployed(tmp_path: Path) -> None:
