@@ -463,10 +463,10 @@ class Plan:
         Such a model has no required replica. Each node of the pool has memory for the weights of all its replicas that sleep,
         beside all its processes and the system. The models come in the order of the file.
         """
-        on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}
+        on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}  # processes, with the stages of groups
         for each in self.placement.replicas:
-            if each.slot.node not in self.groups:
-                on_node[each.slot.node][each.model, each.slot.node_class] += 1
+            for machine in self.machines(each.slot.node):
+                on_node[machine][each.model, each.slot.node_class] += 1
         left = {node.name: node.ram_bytes - HOST_RESERVE - on_node[node.name].total() * HOST_BYTES for node in self.nodes}
         found = list[tuple[str, str]]()
         for pool in sorted(self._by_pool, key=lambda pool: list(self.entries).index(pool[0])):

@@ -259,10 +259,10 @@ def _warnings(plan: Plan) -> Iterator[str]:
         if why := slower_in_8_bits(plan.shapes[name], DTYPES[dtype]):
             yield f"warning: {name}: {why}"
     for node in plan.nodes:
-        here = [each for each in plan.assigned if each.node == node.name]
+        here = [each for each in plan.assigned for machine in plan.machines(each.node) if machine == node.name]
         if not here or not node.cards or node.cards[0].unified:
             continue
-        weights = max(plan.footprint(each.model, node.class_name).weights for each in here)
+        weights = max(plan.footprint(each.model, plan.class_of[each.node]).weights for each in here)
         needs = len(here) * HOST_BYTES + min(weights, _MOST_FILE_BYTES)
         if needs > node.ram_bytes:
             yield (

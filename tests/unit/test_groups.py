@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_pipelines import CPU, EIGHT_B, EMBEDDING_8B, ONE, RTX_4090, TWO, planned, text_of
+from test_pipelines import CPU, EIGHT_B, EMBEDDING_8B, ONE, RTX_4090, RTX_5080, TWO, planned, text_of
 
 from cluster import plan_report
 from cluster.catalogue import CATALOGUE
@@ -174,3 +174,20 @@ def test_rates_of_a_ring_are_near_the_measured_ones() -> None:
         config, streams = CATALOGUE[f"Qwen/{row['model']}"], int(row["streams"])
         rate = pipeline_decode_tokens_per_s(config, torch.bfloat16, (card, card), layers, streams, 208, fast)
         assert 1 / 1.1 < rate / row["two processes, tokens/s"] < 1.1
+
+
+def test_the_stages_of_a_group_take_memory_of_their_hosts() -> None:
+    """Each host has memory for two stages and another process, but not also for the weights of a model that sleeps."""
+    nodes = [Node(name, "amd64", 8 * GIB, 8, (RTX_5080, RTX_4090, RTX_4090)) for name in ("a", "b")]
+    large, small = {"model": "Qwen/Qwen3-32B", "context": 2048}, {"model": "Qwen/Qwen3-Embedding-0.6B", "min_replicas": 0}
+    plan = planned((nodes[0], nodes[1]), large, small)
+    assert [each.members for each in plan.assigned] == [("a:1", "a:2", "b:1", "b:2"), ()]
+    assert not any(pool.sleeps for pool in plan.pools)
+    nodes = [replace(node, ram_bytes=9 * GIB) for node in nodes]
+    assert [pool.model for pool in planned((nodes[0], nodes[1]), large, small).pools if pool.sleeps] == ["m1"]
+
+
+def test_loading_stages_on_a_host_too_small_is_warned_of() -> None:
+    plan = planned((replace(ONE, ram_bytes=6 * GIB), OTHER), EIGHT_B)
+    assert "loading the replicas of one may take 6.2 GiB of the host's memory, but it has 6.0 GiB" in text_of(plan)
+    assert "loading the replicas of other" not in text_of(plan)
