@@ -670,7 +670,8 @@ class Plan:
         if demand.nodes is not None:
             return "pinned there"
         if slot.node in self.groups:
-            return f"{len(slot.more) + 1} stages on {len(set(self.machines(slot.node)))} nodes, because no node holds it"
+            on_nodes = f"{len(slot.more) + 1} stages on {len(set(self.machines(slot.node)))} nodes"
+            return f"{on_nodes}, because no node holds {self._held(name)}"
         if slot.more:
             return f"{len(slot.more) + 1} cards, {'as asked' if self.entries[name].pipeline else 'because no card holds it'}"
         if len(self.classes) == 1:
@@ -683,12 +684,17 @@ class Plan:
         share = demand.tokens_per_s[slot.node_class] / demand.tokens_per_s[best]
         return f"{share:.0%} of {best}, shared or full"
 
+    def _held(self, name: str) -> str:
+        """What a node must hold: the whole model, or as many stages as the entry asks for, which one card might hold together."""
+        number = self.entries[name].pipeline
+        return f"its {number} stages" if number else "it"
+
     def _why_not(self, name: str) -> str:
         demand = self.demands[name]
         allowed = [slot for slot in self._empty_slots if _may(self.entries[name], slot.node)]
         if group := self._why_no_group.get(name):
             one = self._why_no_pipeline(name, allowed)
-            return f"no node holds it{f' ({one})' if one else ''}, and neither do several: {group}"
+            return f"no node holds {self._held(name)}{f' ({one})' if one else ''}, and neither do several: {group}"
         if reason := self._why_no_pipeline(name, allowed):
             return reason
         possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]

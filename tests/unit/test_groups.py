@@ -39,6 +39,15 @@ def test_a_model_that_no_node_holds_takes_cards_of_several() -> None:
     assert list(plan_report.as_text(plan))
 
 
+def test_a_small_model_takes_cards_of_several_nodes_only_if_asked() -> None:
+    small: dict[str, object] = {"model": "Qwen/Qwen3-0.6B", "context": 512}
+    assert [each.members for each in planned((ONE, OTHER), small).assigned] == [()]
+    (chosen,) = planned((ONE, OTHER), small | {"pipeline": 2}).assigned
+    assert (chosen.members, chosen.why) == (("one:0", "other:0"), "2 stages on 2 nodes, because no node holds its 2 stages")
+    (unplaced,) = planned((ONE, OTHER), small | {"pipeline": 3}).unplaced
+    assert unplaced.why.startswith("no node holds its 3 stages (rtx-5080-16g-amd64 has 1 on a node, but pipeline is 3), and ")
+
+
 def test_the_first_stage_has_the_head_so_it_gets_fewer_layers() -> None:
     plan = planned((ONE, OTHER), FIFTEEN_GIB)
     pipeline = plan.pipeline_on("m0", plan.pools[0].bundles and plan.placement.replicas[0].slot.node_class)
