@@ -165,6 +165,8 @@ def _update(models: Path, names: Mapping[str, str]) -> "Update":
 
     Raises: ClusterError if a required replica has no place.
     """
+    from ray.util import placement_group_table
+
     from cluster import plan_report
     from cluster.apply import Update
     from cluster.models_file import load_models
@@ -177,7 +179,7 @@ def _update(models: Path, names: Mapping[str, str]) -> "Update":
     _print([part.plain for part in plan_report.in_short(plan)])
     if plan.unplaced:
         raise ClusterError(f"{plan_report.failure(plan)}; nothing was changed")
-    return Update(serve_config(plan), canaries(plan), partial(has_room, plan, names))
+    return Update(serve_config(plan), canaries(plan), partial(has_room, plan, names, placement_group_table()))
 
 
 def _row(entry: "Applied") -> str:

@@ -80,7 +80,7 @@ def test_room_is_needed_where_the_old_replicas_are() -> None:
         name = serve_config(made)["applications"][0]["name"]
         replica = {"replica_id": "r", "state": "RUNNING", "node_id": "1", "start_time_s": 0.0}
         shown = {"deployed_app_config": serve_config(made)["applications"][0], "deployments": {"Engine": {"replicas": [replica]}}}
-        return has_room(made, {"1": "pc"}, {"applications": {name: shown}}, {name})
+        return has_room(made, {"1": "pc"}, {}, {"applications": {name: shown}}, {name})
 
     assert room(plan())
     assert not room(plan(model="Qwen/Qwen3-Embedding-4B"))  # two replicas of 8 GiB do not fit
@@ -103,7 +103,26 @@ def test_replicas_of_every_kind_of_model_may_run_beside_a_plan(entry: dict[str, 
     application = serve_config(made)["applications"][0]
     replica = {"replica_id": "r", "state": "RUNNING", "node_id": "1", "start_time_s": 0.0}
     shown = {"deployed_app_config": application, "deployments": {"Engine": {"replicas": [replica]}}}
-    assert has_room(made, {"1": "pc"}, {"applications": {application["name"]: shown}}, {application["name"]})
+    assert has_room(made, {"1": "pc"}, {}, {"applications": {application["name"]: shown}}, {application["name"]})
+
+
+@pytest.mark.parametrize(("count", "expected"), [(4, True), (3, False)])
+def test_a_version_in_stages_on_several_nodes_may_run_beside_another(count: int, expected: bool) -> None:
+    """The old version runs on two nodes. The new version needs two others."""
+    nodes = [replace(CARD, name=f"pc{index}") for index in range(count)]
+    entry = {"name": "m", "model": f"Qwen/Qwen3-8B@{'0' * 40}", "canary": 10}
+    made = Plan(ModelsFile.model_validate({"models": [entry]}), nodes)
+    application = serve_config(made)["applications"][0]
+    assert application["args"]["stages"] == 2
+    replica = {"actor_name": "actor", "replica_id": "r", "state": "RUNNING", "node_id": "0", "start_time_s": 0.0}
+    shown = {"deployed_app_config": application, "deployments": {"Engine": {"replicas": [replica]}}}
+    groups = {
+        "old": {"name": "actor", "state": "REMOVED", "bundles_to_node_id": {0: "1", 1: "2"}},
+        "present": {"name": "actor", "state": "CREATED", "bundles_to_node_id": {0: "0", 1: "1"}},
+    }
+    names = {str(index): node.name for index, node in enumerate(nodes)}
+    details = {"applications": {application["name"]: shown}}
+    assert has_room(made, names, groups, details, {application["name"]}) is expected
 
 
 def models(monkeypatch: pytest.MonkeyPatch, **new: Any) -> PooledModels:
