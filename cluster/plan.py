@@ -210,11 +210,11 @@ class Plan:
         for name, entry in self.entries.items():
             if not entry.min_replicas or entry.pipeline == 1 or why_on_one_device(self.shapes[name]) or self._node_holds(name):
                 continue
-            # Ray chooses a node of a class, so each one counts as one with the least memory.
+            # Ray chooses a node of a class, so each one counts as one with the least memory. It cannot choose among unlike cards.
             nodes = [
                 replace(least := self.classes[node.class_name], name=node.name, cards=_least_cards(node, least))
                 for node in self.nodes
-                if _may(entry, node.name) and _runs(entry.dtype, node)
+                if _may(entry, node.name) and _runs(entry.dtype, node) and not node.is_mixed
             ]
             if len(nodes) < 2:
                 continue

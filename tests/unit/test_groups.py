@@ -113,6 +113,20 @@ def test_the_config_has_a_bundle_for_each_stage() -> None:
     assert engine["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1.0}
 
 
+def test_every_stage_finds_a_node_by_its_labels() -> None:
+    """Ray cannot choose among the different cards of a node, and the node's class names all of them."""
+    mixed = Node("mixed", "amd64", 64 * GIB, 8, (RTX_4090, RTX_4090, RTX_5080))
+    large = [replace(LARGE, name=f"large{index}") for index in range(4)]
+    model: dict[str, object] = {"model": f"Qwen/Qwen3-32B@{'0' * 40}", "context": 2048, "streams": 1}
+    assert planned((mixed, *large[:3]), model).placement.missing
+    plan = planned((mixed, *large), model)
+    (chosen,) = plan.assigned
+    assert chosen.members == tuple(f"{node.name}:0" for node in large)
+    (engine,) = serve_config(plan)["applications"][0]["deployments"]
+    labels = {node.class_name for node in plan.nodes}
+    assert {each["emberforge-class"] for each in engine["placement_group_bundle_label_selector"]} <= labels
+
+
 def test_the_cards_of_a_group_are_no_longer_free() -> None:
     plan = planned((ONE, OTHER), EIGHT_B, {"model": "BAAI/bge-m3"})
     assert [each.model for each in plan.unplaced] == ["m1"]
@@ -186,14 +200,13 @@ def test_rates_of_a_ring_are_near_the_measured_ones() -> None:
 
 
 def test_the_stages_of_a_group_take_memory_of_their_hosts() -> None:
-    """Each host has memory for two stages and another process, but not also for the weights of a model that sleeps."""
-    nodes = [Node(name, "amd64", 8 * GIB, 8, (RTX_5080, RTX_4090, RTX_4090)) for name in ("a", "b")]
+    """Node b has memory for one stage and another process, but at first not also for the weights of a model that sleeps."""
     large, small = {"model": "Qwen/Qwen3-32B", "context": 2048}, {"model": "Qwen/Qwen3-Embedding-0.6B", "min_replicas": 0}
-    plan = planned((nodes[0], nodes[1]), large, small)
-    assert [each.members for each in plan.assigned] == [("a:1", "a:2", "b:1", "b:2"), ()]
-    assert not any(pool.sleeps for pool in plan.pools)
-    nodes = [replace(node, ram_bytes=9 * GIB) for node in nodes]
-    assert [pool.model for pool in planned((nodes[0], nodes[1]), large, small).pools if pool.sleeps] == ["m1"]
+    for ram_gib, sleeping in ((7, []), (8, ["m1"])):
+        a, b = (Node(name, "amd64", ram_gib * GIB, 8, (RTX_4090,) * 3) for name in ("a", "b"))
+        plan = planned((a, b), large, small)
+        assert [each.members or each.node for each in plan.assigned] == [("a:0", "a:1", "a:2", "b:0"), "b"]
+        assert [pool.model for pool in plan.pools if pool.sleeps] == sleeping
 
 
 def test_loading_stages_on_a_host_too_small_is_warned_of() -> None:
