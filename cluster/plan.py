@@ -31,6 +31,7 @@ from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Card, Node
 from cluster.pipelines import Cards, arrange
 from cluster.placement import Demand, Replica, Slot
+from cluster.ray_choice import WHOLE, Share, may_overfill, may_strand
 from cluster.throughput import (
     Basis,
     Rate,
@@ -104,6 +105,7 @@ class PlannedPool:
     num_stages: int  # of each replica: whole cards of its node, or parts of a node's CPUs
     sleeps: bool  # without requests, in the host's memory
     bundles: tuple[str, ...] = ()  # for stages on several nodes: the node class of each
+    nodes: tuple[str, ...] = ()  # the only nodes of their classes for it, where Ray may not choose freely (`Plan.bound`)
 
     @property
     def name(self) -> str:
@@ -389,8 +391,8 @@ class Plan:
 
         A model with `cache_tokens` in its entry gets no more. No cache holds more streams than a pass computes. In a host's
         memory the plan leaves the reserve free a second time, because the engine leaves the reserve free beside the part that the
-        system uses. Ray chooses the cards: if larger replicas would not all find a card, the caches get a half of the additional
-        tokens, a quarter, and so on.
+        system uses. Ray chooses the cards: if larger replicas might not all find a card, the caches get three quarters of the
+        additional tokens, three quarters of those, and so on.
         """
         left = {slot: slot.capacity - self._kept_of_host(slot.node_class) for slot in self.slots}
         growing: dict[Slot, Counter[tuple[str, str]]] = {}
@@ -411,7 +413,7 @@ class Plan:
             while any(pages[pool] for pool in here) and not self._ray_finds_room(
                 node_class, {pool: pages[pool] * page_bytes[pool] for pool in here}
             ):
-                pages |= {pool: pages[pool] // 2 for pool in here}
+                pages |= {pool: pages[pool] * 3 // 4 for pool in here}
         of_pipelines = {pool: self._more_of_pipeline(*pool) for pool in self._by_pool}
         return of_pipelines | {pool: count * PAGE_SIZE for pool, count in pages.items()}
 
@@ -426,17 +428,69 @@ class Plan:
         return pipeline.cards.most_cache_tokens(least, MOST_STREAMS * whole_pages(entry.context)) - least
 
     def _ray_finds_room(self, node_class: str, more_bytes: dict[tuple[str, str], int]) -> bool:
-        """Whether Ray finds a card for each replica on a class of node, if some replicas take more bytes than they need."""
-        nodes = [node for node in self.nodes if node.class_name == node_class]
+        """Whether Ray finds a card for each replica on a class of node, if some replicas take more bytes than they need.
+
+        The replicas may start in any order, unless in some order even smaller replicas would not all find a card.
+        """
+        nodes = self._nodes_of(node_class)
         if not nodes[0].cards:  # Ray does not count the host's memory, so it may put all replicas on one node
             return len(nodes) == 1
-        pools = []
-        for pool, replicas in self._by_pool.items():
-            if pool[1] == node_class:
-                share = self._share(*pool, more_bytes.get(pool, 0))
-                pools.append((share, len(replicas), max(Counter(each.slot.node for each in replicas).values())))
+        pools = self._shares(node_class, more_bytes, bound=True)
         taken = Counter(each.node.name for group in self.groups.values() for each in group.members)
-        return finds_room(sorted(pools, reverse=True), [len(node.cards) - taken[node.name] for node in nodes])
+        alone = [(pool.share, pool.replicas, pool.most_on_node) for pool in pools if pool.most_on_node]
+        if not finds_room(sorted(alone, reverse=True), [len(node.cards) - taken[node.name] for node in nodes]):
+            return False
+        least = self._shares(node_class, {}, bound=True)
+        cards = [len(node.cards) for node in nodes]
+        return not may_strand(pools, cards) or may_strand(least, cards)
+
+    @cached_property
+    def bound(self) -> frozenset[str]:
+        """The classes whose replicas stay on the nodes of the plan. On others of the class Ray might put them where they leave
+        another replica without a card, or a host without memory."""
+        several = [each for each, count in Counter(node.class_name for node in self.nodes).items() if count > 1]
+        return frozenset(each for each in several if self._may_fail(each, False) and not self._may_fail(each, True))
+
+    @cached_property
+    def at_risk(self) -> dict[str, tuple[str, ...]]:
+        """The models by class, for classes where a replica may find no card, or a host without memory, if Ray chooses badly."""
+        classes = dict.fromkeys(node.class_name for node in self.nodes)
+        return {
+            each: tuple(dict.fromkeys(name for name, there in self._by_pool if there == each))
+            for each in classes
+            if each not in self.bound and self._may_fail(each, False)
+        }
+
+    def _may_fail(self, node_class: str, bound: bool) -> bool:
+        """Whether Ray may choose nodes and cards where a replica finds no card, or no memory of its host."""
+        nodes, more = self._nodes_of(node_class), {pool: self._more_bytes(*pool) for pool in self._by_pool}
+        pools = self._shares(node_class, more, bound)
+        return may_strand(pools, [len(node.cards) for node in nodes]) if nodes[0].cards else may_overfill(pools, len(nodes))
+
+    def _nodes_of(self, node_class: str) -> list[Node]:
+        return [node for node in self.nodes if node.class_name == node_class]
+
+    def _shares(self, node_class: str, more_bytes: Mapping[tuple[str, str], int], bound: bool) -> list[Share]:
+        """The pools of a node class, as Ray sees them. With `bound`, Ray may only use the nodes of the plan. The share of a node
+        without cards is one of the host's memory."""
+        index_of, found = {node.name: index for index, node in enumerate(self._nodes_of(node_class))}, []
+        for (name, each), replicas in self._by_pool.items():
+            machines = [machine for replica in replicas for machine in self.machines(replica.slot.node) if machine in index_of]
+            if not machines:
+                continue
+            may = {*machines} if bound else {machine for machine in index_of if _may(self.entries[name], machine)}
+            nodes = frozenset(index_of[machine] for machine in may)
+            if each == node_class:
+                share, required = (
+                    self._share(name, each, more_bytes.get((name, each), 0)),
+                    sum(each.required for each in replicas),
+                )
+                most = max(Counter(machines).values())
+                found.append(Share(share, required, len(machines), most, nodes, not self.entries[name].min_replicas))
+            else:  # whole cards, or hosts, for the stages of replicas on several nodes
+                most_hosts = None if self.classes[node_class].cards else len(replicas)
+                found.append(Share(WHOLE, len(machines), len(machines), most_hosts, nodes))
+        return found
 
     def _share(self, name: str, node_class: str, more_bytes: int) -> int:
         """The share of a card that Ray reserves for a replica, in ten-thousandths, because Ray counts four decimals.
@@ -542,7 +596,7 @@ class Plan:
 
     @cached_property
     def pools(self) -> tuple[PlannedPool, ...]:
-        """The pools with the largest replicas first. In this order Ray finds the planned arrangement."""
+        """The pools with the largest replicas first. If Serve starts them in this order, Ray finds a card for more of them."""
         pools = [self._pool(name, node_class, replicas) for (name, node_class), replicas in self._by_pool.items()]
         return tuple(sorted(pools, key=lambda pool: (-pool.num_gpus, -pool.min_replicas, pool.name)))
 
@@ -645,6 +699,7 @@ class Plan:
             num_gpus = 1.0 if node.cards else 0.0
         places, has_others = 1 if node.members else _places(node), list(self.class_of.values()).count(node_class) > 1
         most = max(Counter(each.slot.node for each in replicas).values())
+        machines = [machine for each in replicas for machine in self.machines(each.slot.node)]
         return PlannedPool(
             name,
             node_class,
@@ -662,6 +717,7 @@ class Plan:
             self.demands[name].cards_on.get(node_class, 1) if node.cards or node.members else entry.pipeline or 1,
             (name, node_class) in self.sleeping,
             tuple(each.class_name for each in node.members),
+            tuple(sorted({each for each in machines if self.class_of[each] in self.bound})),
         )
 
     def _why(self, name: str, slot: Slot) -> str:

@@ -205,6 +205,11 @@ def notes(plan: Plan) -> tuple[str, ...]:
     found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
     found += [_sleep_note(plan, pool) for pool in plan.pools if pool.sleeps]
     found += [
+        f"{node_class}: replicas stay on the nodes of the plan, because on other nodes of the class one might leave another "
+        "without a place; the replicas of a lost node wait for it, or for the next plan"
+        for node_class in sorted(plan.bound)
+    ]
+    found += [
         f"{node.name} has cards of different kinds: Ray chooses the card of a replica on one card, so each card counts as the "
         "smallest one; start one node per kind, each with its own CUDA_VISIBLE_DEVICES, to use all of their memory"
         for node in plan.nodes
@@ -254,6 +259,12 @@ def _warnings(plan: Plan) -> Iterator[str]:
         yield (
             f"warning: {_some(names)}: one dtype on all nodes, {chosen}, excludes {_some(classes)}, which compute it slowly "
             "or not at all; dtype: float32 uses all nodes"
+        )
+    for node_class, models in plan.at_risk.items():
+        lacks = "no card for it" if plan.classes[node_class].cards else "too little memory on its host"
+        yield (
+            f"warning: {node_class}: Ray chooses where replicas start, in any order; an unlucky choice leaves a replica of "
+            f"{_some(models)} with {lacks}. Fewer replicas, or smaller ones, prevent it"
         )
     for name, dtype in plan.dtypes.items():
         if why := slower_in_8_bits(plan.shapes[name], DTYPES[dtype]):

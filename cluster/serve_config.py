@@ -61,9 +61,9 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
         options["num_gpus"] = pool.num_gpus
     engine: dict[str, Any] = {"name": "Engine", **scaling_options(pool.min_replicas, pool.max_replicas)}
     if pool.bundles:
-        engine |= _bundles(pool, entry)
+        engine |= _bundles(plan, pool)
     else:
-        options["label_selector"] = _where(pool.node_class, entry)
+        options["label_selector"] = _where(plan, pool, pool.node_class)
         engine["max_replicas_per_node"] = pool.max_per_node
     application = {
         "name": pool.name,
@@ -83,22 +83,23 @@ def _pool_application(plan: Plan, pool: PlannedPool, spec: ModelSpec) -> dict[st
     return application if entry.canary is None else versioned(application)
 
 
-def _bundles(pool: PlannedPool, entry: ModelEntry) -> dict[str, Any]:
+def _bundles(plan: Plan, pool: PlannedPool) -> dict[str, Any]:
     """The placement group of each replica: a bundle for each stage, the first one for the replica itself."""
     bundle = {"CPU": pool.num_cpus} | ({"GPU": pool.num_gpus} if pool.num_gpus else {})
     return {
         "placement_group_bundles": [bundle for _ in pool.bundles],
-        "placement_group_bundle_label_selector": [_where(node_class, entry) for node_class in pool.bundles],
+        "placement_group_bundle_label_selector": [_where(plan, pool, node_class) for node_class in pool.bundles],
         # Ray does not count the memory of hosts, so two stages may not meet on one.
         "placement_group_strategy": "PACK" if pool.num_gpus else "STRICT_SPREAD",
     }
 
 
-def _where(node_class: str, entry: ModelEntry) -> dict[str, str]:
+def _where(plan: Plan, pool: PlannedPool, node_class: str) -> dict[str, str]:
     """The labels of the nodes that may have a replica, or a stage of one."""
-    labels = {"emberforge-class": node_class}
-    if entry.nodes is not None:
-        labels["emberforge-node"] = f"in({','.join(entry.nodes)})"
+    labels, entry = {"emberforge-class": node_class}, plan.entries[pool.model]
+    bound = [node for node in pool.nodes if plan.class_of[node] == node_class]
+    if nodes := bound or entry.nodes:
+        labels["emberforge-node"] = f"in({','.join(nodes)})"
     elif entry.not_nodes:
         labels["emberforge-node"] = f"!in({','.join(entry.not_nodes)})"
     return labels
