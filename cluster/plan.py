@@ -30,7 +30,7 @@ from cluster.model_spec import Dtype, ModelSpec, pool_name
 from cluster.models_file import ModelEntry, ModelsFile
 from cluster.nodes import CARD_RESERVE, GIB, HOST_RESERVE, Card, Node
 from cluster.pipelines import Cards, arrange
-from cluster.placement import Demand, Replica, Slot
+from cluster.placement import EXACT_STEPS, Demand, Replica, Slot
 from cluster.ray_choice import WHOLE, Share, may_overfill, may_strand
 from cluster.throughput import (
     Basis,
@@ -164,9 +164,13 @@ def shape_of(entry: ModelEntry) -> ModelConfig:
 class Plan:
     """The place of every replica. All other properties derive from the placement."""
 
-    def __init__(self, file: ModelsFile, nodes: Sequence[Node]) -> None:
-        """Raises: ClusterError for an unknown node in an entry, or for an unsupported dtype; ModelError for a model that
-        cannot be read."""
+    def __init__(self, file: ModelsFile, nodes: Sequence[Node], steps: int = EXACT_STEPS) -> None:
+        """
+        Args:
+            steps: bounds the search for an arrangement.
+        Raises: ClusterError for an unknown node in an entry, or for an unsupported dtype; ModelError for a model that cannot be
+            read.
+        """
         self.file, self.nodes = file, tuple(nodes)
         self.written = {entry.name: entry for entry in file.models}
         self.shapes = {name: shape_of(entry) for name, entry in self.written.items()}
@@ -200,7 +204,7 @@ class Plan:
             for each in demand.bytes_on
         }
         alone = [demand for name, demand in self.demands.items() if name not in {each.model for each in grouped}]
-        placed, slots = arrange(alone, self._empty_slots)
+        placed, slots = arrange(alone, self._empty_slots, steps)
         lacking = Counter(each.model for each in grouped)
         missing = {name: lack for name, count in lacking.items() if (lack := self.entries[name].min_replicas - count)}
         self.placement = replace(placed, replicas=(*grouped, *placed.replicas), missing={**placed.missing, **missing})
@@ -875,17 +879,18 @@ class Plan:
 
     def _would_fit(self, name: str, changes: dict[str, Any]) -> bool:
         entry = settled(self.written[name].model_copy(update=changes), self.shapes[name])
-        # With groups, their cards are no longer there to choose a dtype for.
-        dtype = self.dtypes[name] if self.groups and "dtype" not in changes else self._dtype(entry)
-        changed = self._demand(entry, dtype)
-        if changed == self.demands[name] or not self._tries:
+        changed = self._demand(entry, self._dtype(entry))
+        if changed == self.demands[name] or self._tries <= 0:
             return False
-        self._tries -= 1
-        grouped = {each.model for each in self.placement.replicas if each.slot.node in self.groups} - {name}
-        demands = [changed if each.model == name else each for each in self.demands.values() if each.model not in grouped]
-        required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # without replicas for autoscaling
-        then, _ = arrange(required, self._empty_slots, _TRY_STEPS)
-        others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items())
+        self._tries -= 10 if self.groups else 1
+        if self.groups:  # a change may give every group other cards, so this is a whole plan, which takes longer
+            models = tuple(each.model_copy(update=changes) if each.name == name else each for each in self.file.models)
+            then = Plan(self.file.model_copy(update={"models": models}), self.nodes, _TRY_STEPS).placement
+        else:
+            demands = [changed if each.model == name else each for each in self.demands.values()]
+            required = [replace(each, max_replicas=max(1, each.min_replicas)) for each in demands]  # no replicas for autoscaling
+            then, _ = arrange(required, self._empty_slots, _TRY_STEPS)
+        others = all(count <= self.placement.missing.get(other, 0) for other, count in then.missing.items() if other != name)
         return others and name not in then.missing and any(each.model == name for each in then.replicas)
 
     def _another_node(self, name: str) -> str:

@@ -142,6 +142,16 @@ def test_a_group_takes_one_card_of_the_nodes_of_other_models_if_the_rest_does_no
     assert {each.model: each.members or each.node for each in plan.assigned} == {"m0": ("one:0", "large:0"), "m1": "large2"}
 
 
+def test_ways_out_may_use_the_cards_of_a_models_own_group() -> None:
+    """Two of three cards hold a replica. In 8 bits each card holds one."""
+    nodes = tuple(replace(LARGE, name=name) for name in ("a", "b", "c"))
+    entry: dict[str, object] = {"model": "Qwen/Qwen3-14B", "context": 2048, "streams": 1, "min_replicas": 2}
+    (unplaced,) = planned(nodes, entry).unplaced
+    assert {"dtype: float8", "min_replicas: 1"} <= {*unplaced.ways_out}
+    for change in ({"dtype": "float8"}, {"min_replicas": 1}):
+        assert not planned(nodes, entry | change).placement.missing
+
+
 def test_each_required_replica_has_its_own_cards() -> None:
     nodes = tuple(replace(ONE, name=f"n{index}") for index in range(5))
     plan = planned(nodes, EIGHT_B | {"min_replicas": 2})
