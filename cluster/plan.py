@@ -458,12 +458,11 @@ class Plan:
     @cached_property
     def at_risk(self) -> dict[str, tuple[str, ...]]:
         """The models by class, for classes where a replica may find no card, or a host without memory, if Ray chooses badly."""
-        classes = dict.fromkeys(node.class_name for node in self.nodes)
-        return {
-            each: tuple(dict.fromkeys(name for name, there in self._by_pool if there == each))
-            for each in classes
-            if each not in self.bound and self._may_fail(each, False)
-        }
+        models: dict[str, dict[str, None]] = {}
+        for each in self.placement.replicas:
+            for machine in self.machines(each.slot.node):
+                models.setdefault(self.class_of[machine], {})[each.model] = None
+        return {each: (*names,) for each, names in models.items() if each not in self.bound and self._may_fail(each, False)}
 
     def _may_fail(self, node_class: str, bound: bool) -> bool:
         """Whether Ray may choose nodes and cards where a replica finds no card, or no memory of its host."""
