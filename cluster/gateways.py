@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from cluster.model_spec import ModelSpec
+from cluster.needs import dtype_on
 from cluster.nodes import Node
-from cluster.plan import dtype_on
 from cluster.shared_card import replicas_on_a_card
 from cluster.throughput import tokens_per_s
 from engine.model.config import ModelConfig

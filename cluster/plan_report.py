@@ -12,8 +12,10 @@ from rich.text import Text
 
 from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.generation import ring_pass_s
+from cluster.needs import Pipeline
 from cluster.nodes import GIB
-from cluster.plan import GATEWAY_CPUS, Assigned, GenerationRates, Pipeline, Plan, PlannedPool, Unplaced
+from cluster.plan import Assigned, GenerationRates, Plan, PlannedPool, Unplaced
+from cluster.slots import GATEWAY_CPUS
 from cluster.throughput import Basis, speed_of
 from engine.devices import DTYPES, DtypeName
 from engine.model.config import ModelConfig
@@ -207,7 +209,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
     found += [
         f"{node_class}: replicas stay on the nodes of the plan, because on other nodes of the class one might leave another "
         "without a place; the replicas of a lost node wait for it, or for the next plan"
-        for node_class in sorted(plan.bound)
+        for node_class in sorted(plan.ray_room.bound)
     ]
     found += [
         f"{node.name} has cards of different kinds: Ray chooses the card of a replica on one card, so each card counts as the "
@@ -260,7 +262,7 @@ def _warnings(plan: Plan) -> Iterator[str]:
             f"warning: {_some(names)}: one dtype on all nodes, {chosen}, excludes {_some(classes)}, which compute it slowly "
             "or not at all; dtype: float32 uses all nodes"
         )
-    for node_class, models in plan.at_risk.items():
+    for node_class, models in plan.ray_room.at_risk.items():
         lacks = "no card for it" if plan.classes[node_class].cards else "too little memory on its host"
         yield (
             f"warning: {node_class}: Ray chooses where replicas start, in any order; an unlucky choice leaves a replica of "

@@ -12,7 +12,8 @@ from cluster.files import ClusterError
 from cluster.model_folder import pinned
 from cluster.model_spec import ModelSpec
 from cluster.models_file import ModelEntry
-from cluster.plan import GATEWAY_CPUS, Plan, PlannedPool
+from cluster.plan import Plan, PlannedPool
+from cluster.slots import GATEWAY_CPUS
 from engine.errors import ModelError
 from engine.model_id import EMBEDDED_GENERATOR, EMBEDDED_MODEL, is_path, split_revision
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from cluster.model_spec import ModelSpec
+from cluster.needs import dtype_on, memory_kind
 from cluster.nodes import GIB, Node
-from cluster.plan import dtype_on, memory_kind
 from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig

@@ -19,8 +19,9 @@ from cluster.catalogue import CATALOGUE
 from cluster.files import ClusterError
 from cluster.generation import decode_tokens_per_s, prefill_tokens_per_s
 from cluster.models_file import ModelEntry, ModelsFile
+from cluster.needs import dtype_on, memory_kind
 from cluster.nodes import GIB, Card, Node
-from cluster.plan import Plan, dtype_on, memory_kind
+from cluster.plan import Plan
 from cluster.serve_config import serve_config
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
 from engine.model.config import ModelConfig
@@ -330,7 +331,7 @@ def test_a_pooling_may_end_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(spec: ModelEntry) -> tuple[Path, ModelConfig]:
         return Path(), replace(CATALOGUE["Qwen/Qwen3-4B"], generation=None, pooling=spec.pooling)
 
-    monkeypatch.setattr("cluster.plan.read_model", read)
+    monkeypatch.setattr("cluster.needs.read_model", read)
     plan = planned((SPARK,), {"model": "Qwen/Qwen3-4B", "pooling": "mean"}, {"model": "Qwen/Qwen3-4B"})
     assert [pool.streams is None for pool in sorted(plan.pools, key=lambda pool: pool.model)] == [True, False]
 

@@ -77,12 +77,12 @@ def selectors(plan: Plan) -> dict[str, str | None]:
 def test_replicas_stay_on_the_nodes_of_a_plan_that_ray_may_spoil() -> None:
     plan = planned((N0, N1, N2), *FULL)
     assert not plan.placement.missing
-    assert plan.bound == {N0.class_name}
+    assert plan.ray_room.bound == {N0.class_name}
     nodes = {model: sorted({each.node for each in plan.assigned if each.model == model}) for model in plan.entries}
     assert selectors(plan) == {model: f"in({','.join(on)})" for model, on in nodes.items()}
     assert f"{N0.class_name}: replicas stay on the nodes of the plan" in text_of(plan)
     more = planned((N0, N1, N2, *(replace(N2, name=f"n{index}") for index in range(3, 8))), *FULL)
-    assert not more.bound
+    assert not more.ray_room.bound
     assert set(selectors(more).values()) == {None}
 
 
@@ -96,9 +96,9 @@ def test_a_plan_on_one_node_that_ray_may_spoil_is_warned_of() -> None:
     ]
     plan = planned((two,), *models)
     assert not plan.placement.missing
-    assert plan.at_risk == {two.class_name: ("m0", "m1", "m2")}
+    assert plan.ray_room.at_risk == {two.class_name: ("m0", "m1", "m2")}
     assert f"warning: {two.class_name}: Ray chooses where replicas start" in text_of(plan)
-    assert not planned((replace(two, cards=(L40S,) * 4),), *models).at_risk
+    assert not planned((replace(two, cards=(L40S,) * 4),), *models).ray_room.at_risk
 
 
 def test_ray_does_not_fill_a_host_with_the_models_of_two() -> None:
@@ -117,9 +117,9 @@ def test_ray_does_not_fill_a_host_with_the_models_of_two() -> None:
 def test_stages_on_several_nodes_stay_on_the_nodes_of_a_plan_too() -> None:
     nodes = tuple(replace(ONE, name=f"n{index}") for index in range(3))
     small: dict[str, Any] = {"model": "BAAI/bge-m3"}
-    assert not planned(nodes, EIGHT_B, small).bound
+    assert not planned(nodes, EIGHT_B, small).ray_room.bound
     plan = planned(nodes, EIGHT_B, small | {"max_replicas": 2}, small | {"min_replicas": 1})
-    assert plan.bound == {ONE.class_name}
+    assert plan.ray_room.bound == {ONE.class_name}
     (group,) = (pool for pool in plan.pools if pool.bundles)
     assert group.nodes == tuple(sorted(plan.machines(next(each.node for each in plan.assigned if each.members))))
     engine = next(each for each in serve_config(plan)["applications"] if each["name"] == group.name)["deployments"][0]
