@@ -152,10 +152,10 @@ def test_only_a_config_or_an_empty_file_is_replaced(tmp_path: Path) -> None:
         ("1: 2\napplications: []", "line 1: 1 = 1: Keys should be strings"),
         ("applications: [{name: gateway, 3: 4}]", "applications.0.3 = 3: Keys should be strings"),
         ("applications: [{name: [1]}]", "applications.0.name = \\[1]: Input should be a valid string"),
-        ("applications: [{name: gateway, args: abc}]", "applications.0.args = 'abc': Input should be a valid dictionary"),
+        ("applications: [{name: gateway, args: abc}]", "applications.0.args = 'abc': expected a mapping"),
         (
             "applications: [{name: gateway, deployments: [{name: Gateway, autoscaling_config: 3}]}]",
-            "applications.0.deployments.0.autoscaling_config = 3: Input should be a valid dictionary",
+            "applications.0.deployments.0.autoscaling_config = 3: expected a mapping",
         ),
     ],
 )
