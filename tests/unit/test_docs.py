@@ -83,7 +83,7 @@ FIGURES = [
         "Qwen3-Embedding-0.6B | bfloat16 | mixed | 8192 |",
         "FA2",
     ),
-    ("README.md", "[{} times](loadtests/results/generate.md)", 1, "generate", "Qwen3-4B | 128 | 0 | 64 |", "ours / vLLM"),
+    ("README.md", "[{} times](loadtests/results/generate.md)", 2, "generate", "Qwen3-4B | 128 | 0 | 64 |", "ours / vLLM"),
     (
         "docs/generation.md",
         "at {} times (edited code)",
