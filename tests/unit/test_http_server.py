@@ -4,7 +4,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +69,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the node's HAProxy."""
     monkeypatch.setattr(module, "node_folder", lambda: tmp_path)
     return tmp_path
+
+
+@asynccontextmanager
+async def running(serves: Any) -> AsyncIterator[tuple[int, Any]]:
+    """The port of a server in front of `Slow`, and the server. It stops at the end."""
+    options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
+    answer_directly(Slow())
+    task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
+    while not server.started:
+        await asyncio.sleep(0)
+    yield options.port, server
+    server.should_exit = True
+    await task
 
 
 async def take_chunks_and_leave(app: Slow, client: httpx.AsyncClient) -> None:
@@ -164,16 +177,10 @@ def test_the_body_of_an_upgrade_is_not_taken_for_a_request(serves: Any, protocol
     """HAProxy would give the second answer to another client."""
 
     async def main() -> None:
-        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
-        answer_directly(Slow())
-        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
-        while not server.started:
-            await asyncio.sleep(0)
         body = b"GET /x/fast HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
         head = b"POST /x/fast HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: %b\r\n" % protocol
-        first, rest = await exchanged(options.port, head + b"content-length: %d\r\n\r\n" % len(body), body)
-        server.should_exit = True
-        await task
+        async with running(serves) as (port, _):
+            first, rest = await exchanged(port, head + b"content-length: %d\r\n\r\n" % len(body), body)
         assert first.startswith(b"HTTP/1.1 400 ")
         assert b"HTTP/1.1" not in rest
 
@@ -188,24 +195,18 @@ def test_an_answered_request_whose_body_does_not_end_loses_its_connection(
     monkeypatch.setattr(module, "_REST_OF_BODY_S", 3600.0 if rest else 0.05)
 
     async def main() -> None:
-        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
-        answer_directly(Slow())
-        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
-        while not server.started:
-            await asyncio.sleep(0)
-        reader, writer = await asyncio.open_connection("127.0.0.1", options.port)
-        writer.write(b"POST /x/fast HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{")
-        assert (await reader.readuntil(b"ours at /x")).startswith(b"HTTP/1.1 200 ")
-        if rest:
-            writer.write(rest + b"GET /x/fast HTTP/1.1\r\nhost: h\r\n\r\n")
+        async with running(serves) as (port, server):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /x/fast HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n{")
             assert (await reader.readuntil(b"ours at /x")).startswith(b"HTTP/1.1 200 ")
-            (connection,) = server.server_state.connections
-            assert connection._closing is None
-        else:
-            assert await reader.read() == b""
-        writer.close()
-        server.should_exit = True
-        await task
+            if rest:
+                writer.write(rest + b"GET /x/fast HTTP/1.1\r\nhost: h\r\n\r\n")
+                assert (await reader.readuntil(b"ours at /x")).startswith(b"HTTP/1.1 200 ")
+                (connection,) = server.server_state.connections
+                assert connection._closing is None
+            else:
+                assert await reader.read() == b""
+            writer.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -240,20 +241,14 @@ def test_many_connections_are_accepted_in_one_round(serves: Any) -> None:
     """Each round of the event loop may do milliseconds of work, and `/health` may come behind hundreds of connections."""
 
     async def main() -> None:
-        options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
-        answer_directly(Slow())
-        task, server = await serves.start_asgi_http_server(Replica().serves, options, event_loop=loop)
-        while not server.started:
-            await asyncio.sleep(0)
-        clients = [socket.create_connection((options.host, options.port)) for _ in range(64)]
-        rounds = 0
-        while len(server.server_state.connections) < len(clients):
-            await asyncio.sleep(0)
-            rounds += 1
-        for client in clients:
-            client.close()
-        server.should_exit = True
-        await task
+        async with running(serves) as (port, server):
+            clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
+            rounds = 0
+            while len(server.server_state.connections) < len(clients):
+                await asyncio.sleep(0)
+                rounds += 1
+            for client in clients:
+                client.close()
         assert rounds < len(clients) / 4
 
     with asyncio.Runner(loop_factory=pytest.importorskip("uvloop").new_event_loop) as runner:
