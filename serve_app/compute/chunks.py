@@ -13,7 +13,7 @@ from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.request_state import RequestState
-from serve_app.compute.embedding import check_options, embed_started
+from serve_app.compute.embedding import check_options, pieces
 from serve_app.compute.parameters import Chunking
 from serve_app.compute.quantize import OutputDtype
 from serve_app.compute.scores import weighted_mean
@@ -65,9 +65,10 @@ async def embed_chunks(
     cut = await _cut(service, state, model, texts, chunking, encoding if late else None)
     if late:
         return await _embed_late(service, state, model, cut, options)
-    pieces = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
-    state.chars_to_tokenize = sum(map(len, pieces))
-    vectors = np.asarray((await embed_started(service, state, model, pieces, encoding, options, dtypes)).vectors)
+    chunks = [text[start:stop] for text, each in zip(texts, cut, strict=True) for start, stop in each.offsets]
+    num_chars = sum(map(len, chunks)) + len(encoding.prompt or "") * len(chunks)
+    tokenised = pieces(model.tokenizer.encode, chunks, encoding)
+    vectors = np.asarray((await service.compute(state, model, options, num_chars, tokenised)).vectors)
     parts = np.split(vectors, np.cumsum([len(each.offsets) for each in cut])[:-1])
     if chunking.pooling == "mean":
         lengths = [[stop - start for start, stop in each.spans] for each in cut]

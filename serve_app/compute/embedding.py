@@ -33,19 +33,6 @@ async def embed(
     Raises: as `Service.compute`; InvalidInput if the vectors cannot be quantised to one of `dtypes`.
     """
     service.metrics.tei.started(state.method, state.num_inputs)
-    return await embed_started(service, state, model, inputs, encoding, options, dtypes)
-
-
-async def embed_started(
-    service: Service,
-    state: RequestState,
-    model: ServedModel,
-    inputs: Sequence[TextOrIds],
-    encoding: EncodeOptions,
-    options: EmbedOptions,
-    dtypes: Sequence[OutputDtype] = (),
-) -> Embeddings:
-    """As `embed`, for a request that is already counted."""
     check_options(model, options, dtypes)
     num_chars = state.chars_to_tokenize + len(encoding.prompt or "") * len(inputs)
     return await service.compute(state, model, options, num_chars, pieces(model.tokenizer.encode, inputs, encoding))
