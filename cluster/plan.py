@@ -277,11 +277,8 @@ class Plan:
             most[pool] = (MOST_STREAMS * whole_pages(entry.context) - entry.cache_tokens) // PAGE_SIZE
         pages = more_pages(left, growing, page_bytes, most)
         for node_class in {node_class for _, node_class in pages}:
-            here = [pool for pool in pages if pool[1] == node_class]
-            while any(pages[pool] for pool in here) and not self.ray_room.finds_room(
-                node_class, {pool: pages[pool] * page_bytes[pool] for pool in here}
-            ):
-                pages |= {pool: pages[pool] * 3 // 4 for pool in here}
+            here = {pool: count for pool, count in pages.items() if pool[1] == node_class}
+            pages |= self.ray_room.cut_to_room(node_class, here, page_bytes)
         of_pipelines = {pool: self._more_of_pipeline(*pool) for pool in self.by_pool}
         return of_pipelines | {pool: count * PAGE_SIZE for pool, count in pages.items()}
 
@@ -303,24 +300,29 @@ class Plan:
         return groups
 
     @cached_property
+    def processes(self) -> dict[str, Counter[tuple[str, str]]]:
+        """For each node the number of its processes by pool: replicas, and stages of replicas on several nodes."""
+        on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}
+        for each in self.placement.replicas:
+            for machine in self.machines(each.slot.node):
+                on_node[machine][each.model, each.slot.node_class] += 1
+        return on_node
+
+    @cached_property
     def sleeping(self) -> frozenset[tuple[str, str]]:
         """The pools whose replicas sleep in the host's memory while no requests come, by model and node class.
 
         Such a model has no required replica. Each node of the pool has memory for the weights of all its replicas that sleep,
         beside all its processes and the system. The models come in the order of the file.
         """
-        on_node = {node.name: Counter[tuple[str, str]]() for node in self.nodes}  # processes, with the stages of groups
-        for each in self.placement.replicas:
-            for machine in self.machines(each.slot.node):
-                on_node[machine][each.model, each.slot.node_class] += 1
-        left = {node.name: node.ram_bytes - HOST_RESERVE - on_node[node.name].total() * HOST_BYTES for node in self.nodes}
+        left = {node.name: node.ram_bytes - HOST_RESERVE - self.processes[node.name].total() * HOST_BYTES for node in self.nodes}
         found = list[tuple[str, str]]()
         for pool in sorted(self.by_pool, key=lambda pool: list(self.entries).index(pool[0])):
             name, node_class = pool
             if self.entries[name].min_replicas or memory_kind(self.classes[node_class]) != "gpu":
                 continue
             weights = self.footprint(name, node_class).weights
-            needs = {node: count * weights for node, here in on_node.items() if (count := here[pool])}
+            needs = {node: count * weights for node, here in self.processes.items() if (count := here[pool])}
             if all(needed <= left[node] for node, needed in needs.items()):
                 found.append(pool)
                 left |= {node: left[node] - needed for node, needed in needs.items()}

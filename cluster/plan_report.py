@@ -272,11 +272,11 @@ def _warnings(plan: Plan) -> Iterator[str]:
         if why := slower_in_8_bits(plan.shapes[name], DTYPES[dtype]):
             yield f"warning: {name}: {why}"
     for node in plan.nodes:
-        here = [each for each in plan.assigned for machine in plan.machines(each.node) if machine == node.name]
+        here = plan.processes[node.name]
         if not here or not node.cards or node.cards[0].unified:
             continue
-        weights = max(plan.footprint(each.model, plan.class_of[each.node]).weights for each in here)
-        needs = len(here) * HOST_BYTES + min(weights, _MOST_FILE_BYTES)
+        weights = max(plan.footprint(*pool).weights for pool in here)
+        needs = here.total() * HOST_BYTES + min(weights, _MOST_FILE_BYTES)
         if needs > node.ram_bytes:
             yield (
                 f"warning: loading the replicas of {node.name} may take {_gib(needs)} GiB of the host's memory, but it has "

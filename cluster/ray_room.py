@@ -20,29 +20,40 @@ class RayRoom:
     def __init__(self, plan: "Plan") -> None:
         self._plan = plan
 
-    def finds_room(self, node_class: str, more_bytes: dict[tuple[str, str], int]) -> bool:
-        """Whether Ray finds a card for each replica on a class of node, if some replicas take more bytes than they need.
+    def cut_to_room(
+        self, node_class: str, pages: Mapping[tuple[str, str], int], page_bytes: Mapping[tuple[str, str], int]
+    ) -> dict[tuple[str, str], int]:
+        """The additional pages of each replica's cache by pool, cut until Ray finds a card for all replicas of a class.
 
-        The replicas may start in any order, unless in some order even smaller replicas would not all find a card.
+        The replicas may start in any order, unless in some order even replicas without additional pages would not all find a
+        card.
         """
-        nodes = self._nodes_of(node_class)
+        nodes, fewer = self._nodes_of(node_class), dict(pages)
         if not nodes[0].cards:  # Ray does not count the host's memory, so it may put all replicas on one node
-            return len(nodes) == 1
-        pools = self._shares(node_class, more_bytes, bound=True)
+            return fewer if len(nodes) == 1 else dict.fromkeys(fewer, 0)
         taken = Counter(each.node.name for group in self._plan.groups.values() for each in group.members)
-        alone = [(pool.share, pool.replicas, pool.most_on_node) for pool in pools if pool.most_on_node]
-        if not finds_room(sorted(alone, reverse=True), [len(node.cards) - taken[node.name] for node in nodes]):
-            return False
-        least = self._shares(node_class, {}, bound=True)
         cards = [len(node.cards) for node in nodes]
-        return not may_strand(pools, cards) or may_strand(least, cards)
+        free = [number - taken[node.name] for number, node in zip(cards, nodes, strict=True)]
+        fails_anyway = may_strand(self._shares(node_class, {}, bound=True), cards)
+        while any(fewer.values()):
+            pools = self._shares(node_class, {pool: count * page_bytes[pool] for pool, count in fewer.items()}, bound=True)
+            alone = [(pool.share, pool.replicas, pool.most_on_node) for pool in pools if pool.most_on_node]
+            if finds_room(sorted(alone, reverse=True), free) and (fails_anyway or not may_strand(pools, cards)):
+                break
+            fewer = {pool: count * 3 // 4 for pool, count in fewer.items()}
+        return fewer
 
     @cached_property
     def bound(self) -> frozenset[str]:
         """The classes whose replicas stay on the nodes of the plan. On others of the class Ray might put them where they leave
         another replica without a card, or a host without memory."""
         several = [each for each, count in Counter(node.class_name for node in self._plan.nodes).items() if count > 1]
-        return frozenset(each for each in several if self._may_fail(each, False) and not self._may_fail(each, True))
+        return frozenset(each for each in several if each in self._may_fail_if_free and not self._may_fail(each, bound=True))
+
+    @cached_property
+    def _may_fail_if_free(self) -> frozenset[str]:
+        """The classes on which a replica may find no place if Ray may choose every node of the class."""
+        return frozenset(each for each in {node.class_name for node in self._plan.nodes} if self._may_fail(each, bound=False))
 
     @cached_property
     def at_risk(self) -> dict[str, tuple[str, ...]]:
@@ -51,7 +62,7 @@ class RayRoom:
         for each in self._plan.placement.replicas:
             for machine in self._plan.machines(each.slot.node):
                 models.setdefault(self._plan.class_of[machine], {})[each.model] = None
-        return {each: (*names,) for each, names in models.items() if each not in self.bound and self._may_fail(each, False)}
+        return {each: (*names,) for each, names in models.items() if each in self._may_fail_if_free - self.bound}
 
     def _may_fail(self, node_class: str, bound: bool) -> bool:
         """Whether Ray may choose nodes and cards where a replica finds no card, or no memory of its host."""
