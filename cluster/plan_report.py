@@ -207,8 +207,8 @@ def notes(plan: Plan) -> tuple[str, ...]:
     found += [note for pool in plan.pools for note in _pipeline_note(plan, pool)]
     found += [_sleep_note(plan, pool) for pool in plan.pools if pool.sleeps]
     found += [
-        f"{node_class}: replicas stay on the nodes of the plan, because on other nodes of the class one might leave another "
-        "without a place; the replicas of a lost node wait for it, or for the next plan"
+        f"{node_class}: replicas stay on the nodes of the plan; on other nodes of the class a replica might take the place of "
+        "another model. The replicas of a lost node wait for this node, or for the next plan"
         for node_class in sorted(plan.ray_room.bound)
     ]
     found += [
@@ -263,10 +263,10 @@ def _warnings(plan: Plan) -> Iterator[str]:
             "or not at all; dtype: float32 uses all nodes"
         )
     for node_class, models in plan.ray_room.at_risk.items():
-        lacks = "no card for it" if plan.classes[node_class].cards else "too little memory on its host"
+        fails = "finds no card" if plan.classes[node_class].cards else "exceeds the memory of its host"
         yield (
-            f"warning: {node_class}: Ray chooses where replicas start, in any order; an unlucky choice leaves a replica of "
-            f"{_some(models)} with {lacks}. Fewer replicas, or smaller ones, prevent it"
+            f"warning: {node_class}: Ray chooses where replicas start, in any order; with a bad choice a replica of "
+            f"{_some(models)} {fails}. Plan fewer replicas or smaller ones"
         )
     for name, dtype in plan.dtypes.items():
         if why := slower_in_8_bits(plan.shapes[name], DTYPES[dtype]):
