@@ -20,7 +20,9 @@ from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 MOST_ROWS = 32
 # More rows are faster with `gemm_skinny`, except for a W in codes with fewer values than _LARGE.
 _MOST_ROWS_OF_MOST, _LARGE = 16, 1 << 23
-_MOST_COLUMNS_OF_CODES = 1 << 14  # with more, 16 rows of the 14B's last product took 35 us, and 28 with `gemm_skinny`
+# In codes, 16 rows of the largest matrices are faster with `gemm_skinny`, too: W of 5,120 x 17,408 took 28 us instead of 35, and
+# W of 34,816 x 5,120 took 49 instead of 51, with the norm before it.
+_MOST_COLUMNS_OF_CODES, _MOST_CODES = 1 << 14, 1 << 27
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
@@ -104,7 +106,7 @@ def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) ->
     most, form = _MOST_ROWS_OF_MOST, None
     if isinstance(weight, Packed):
         form = weight.form
-        if not _takes(form) or weight.k > _MOST_COLUMNS_OF_CODES:
+        if not _takes(form) or weight.k > _MOST_COLUMNS_OF_CODES or len(weight) * weight.k > _MOST_CODES:
             return None
         if len(weight) * weight.k < _LARGE:
             most = MOST_ROWS

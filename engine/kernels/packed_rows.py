@@ -17,14 +17,14 @@ from engine.kernels.packed import Packed
 
 MOST_ROWS = 8
 _HELD = (1, 2, 4, MOST_ROWS)  # the numbers of rows of x for which a block has shared memory
-_WARPS = 8
-# A model of the time of a shape, fitted to an H100: bytes per nanosecond from memory, from memory to one multiprocessor, and from
+_WARPS = 16
+_STAGES = (3, 2)  # more steps in the ring delay x, which waits behind them; 2 if the shared memory is too small
+# A model of the time of a shape, fitted to an H200: bytes per nanosecond from memory, from memory to one multiprocessor, and from
 # the L2 cache to one multiprocessor; nanoseconds for a tile, with one slice and with several; nanoseconds of a warp for 16 x 16
 # values of W.
-_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 2900, 24, 45
-_TURN_NS = (100, 2000)
-_PRODUCT_NS = 9
-_SHORT_RING_BYTES = 1 << 10  # a ring of n bytes takes 1 + 1 KiB / n of the time
+_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 4200, 28, 80
+_TURN_NS = (400, 2200)
+_PRODUCT_NS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +65,19 @@ def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: i
         most_bytes: the most bytes of shared memory for a block.
     """
     chunks, strips, record = k // form.chunk, n // STRIP, form.record_bytes
-    for deep, tall, split, stages in product((1, 2, 4, 8), (1, 2), range(1, 65), (2, 3, 4, 5)):
-        shape = PackedShape(split, _WARPS // deep, deep, tall, stages)
-        if (split > 1 and split * deep > chunks) or shape.shared_bytes(k, rows, form) > most_bytes:
+    for deep, tall, split in product((1, 2, 4, 8, 16), (1, 2), range(1, 65)):
+        all_stages = (PackedShape(split, _WARPS // deep, deep, tall, stages) for stages in _STAGES)
+        shape = next((each for each in all_stages if each.shared_bytes(k, rows, form) <= most_bytes), None)
+        if shape is None or (split > 1 and split * deep > chunks):
             continue
         beside = min(-(-strips // shape.tile), max(1, sms // split))
         turns, steps = -(-strips // (shape.tile * beside)), -(-chunks // split)
         own = turns * shape.tile * steps * record  # bytes of W that the busiest block reads
         flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
-        flow *= 1 + _SHORT_RING_BYTES / (_WARPS * (stages - 1) * tall * record)
         values = turns * tall * steps / deep * (form.chunk / STRIP)  # squares of 16 x 16 values that the busiest warp multiplies
         products = values * _PRODUCT_NS
-        partial = turns * shape.tile * STRIP * MOST_ROWS * 16 if split > 1 else 0  # bytes of sums, written and then read
+        # Bytes of sums. Each block writes its own, and a tile's last block reads those of all slices.
+        partial = turns * shape.tile * STRIP * MOST_ROWS * 4 * (1 + split) if split > 1 else 0
         others = (2 * rows * steps * form.chunk + partial) / _L2_BYTES_PER_NS_SM
         yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
 

@@ -34,7 +34,7 @@ from engine.model.quantized.layout import Codes
 
 pytestmark = pytest.mark.gpu
 
-MANY = PackedShape(1, 8, 1, 1, 2), PackedShape(1, 1, 8, 2, 3), PackedShape(3, 4, 2, 1, 4), PackedShape(5, 2, 4, 2, 2)
+MANY = PackedShape(1, 16, 1, 1, 2), PackedShape(1, 1, 16, 2, 3), PackedShape(3, 8, 2, 1, 4), PackedShape(5, 4, 4, 2, 2)
 # W's sizes: one strip, a size that is not a multiple of a tile, many turns, and sizes of models.
 SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 4096)]
 IN_4_BITS = [Form(128), Form(128, beside="zeros"), Form(128, beside="mins"), Form(64), Form(32), Form(32, beside="zeros"),
@@ -284,7 +284,7 @@ def test_slices_are_added_in_their_order() -> None:
     """The same rows give the same bits. The result does not depend on which block is last."""
     weight, _ = matrix(4096, 4096, Form(128))
     x = torch.randn(64, 4096, device=DEVICE).bfloat16()
-    shape, tiled = PackedShape(8, 8, 1, 2, 3), tiled_shape_of(64, weight)
+    shape, tiled = PackedShape(8, 16, 1, 2, 3), tiled_shape_of(64, weight)
     assert tiled is not None, "it is a model's shape"
     first, first_tiled = packed_rows(x[:8], weight, shape), packed_tiles(x, weight, tiled)
     assert all(torch.equal(packed_rows(x[:8], weight, shape), first) for _ in range(50))
@@ -338,7 +338,7 @@ def test_rows_of_gate_and_up(follows: FollowedBy) -> None:
     scales = torch.rand(512, 2, device=DEVICE).half() / 16
     plain = Codes(codes, scales)
     x = torch.randn(4, 256, device=DEVICE).bfloat16()
-    shape = PackedShape(1, 8, 1, 1, 2)
+    shape = PackedShape(1, 16, 1, 1, 2)
     gate_up = packed_rows(x, packed(plain), shape)
     found = packed_rows(x, packed(plain.with_rows(interleaved)), shape, follows)
     expected = reference.swiglu(gate_up) if follows == "swiglu" else interleaved(gate_up.t()).t()

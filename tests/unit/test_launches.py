@@ -258,12 +258,12 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         )
     codes = torch.zeros(64, 1024, dtype=torch.uint8)
     four = pack(codes, Form(128, beside="zeros"), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
-    packed_rows(x, four, PackedShape(2, 4, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
-    packed_rows(x.half(), four, PackedShape(1, 8, 1, 1, 3), "swiglu")
+    packed_rows(x, four, PackedShape(2, 8, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
+    packed_rows(x.half(), four, PackedShape(1, 16, 1, 1, 3), "swiglu")
     few_rows(x, four, FewRowsShape(2, 64, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
     unpack(four, BF16)
     mins = pack(codes, Form(32, 5, "mins"), torch.ones(64, 32).half(), torch.ones(64, 32).half())
-    packed_rows(x, mins, PackedShape(2, 4, 2, 1, 3))
+    packed_rows(x, mins, PackedShape(2, 8, 2, 1, 3))
     for weight, rows in ((four, 12), (mins, 64)):
         tiled = tiled_shape(len(weight), weight.k, padded(rows), weight.form, 132, 227 << 10)
         assert tiled is not None

@@ -24,7 +24,7 @@ constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
 constexpr int ROWS = 8;    // rows of x in an mma
 constexpr int CHAINS = GROUP > 16 ? 2 : 1;  // independent sums of a group, so that products wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
-static_assert(WARPS == 8, "up to eight warps share a row of x");
+static_assert(WARPS == 16, "2 to 16 warps share a row of x");
 
 // Lies in shared memory after the rings. The sums and then the slice of x follow.
 struct alignas(16) Shared {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
 __device__ __forceinline__ float one(u16 x) { return low(x); }
 __device__ __forceinline__ u16 rounded(float x) { return static_cast<u16>(pack(x, x)); }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16* __restrict__ norm, u16* __restrict__ y,
             float* __restrict__ partial, float* __restrict__ all_squares, int* __restrict__ counters, i64 m_, i64 n_, i64 k_,
             i64 x_stride, i64 y_stride, float eps) {
@@ -161,7 +161,7 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
 
     wait_for_previous();
     const u32 pitch = width * 2 + 16;  // eight rows that ldmatrix reads together are in different banks
-    const int sharing = m > 4 ? 1 : m > 2 ? 2 : m > 1 ? 4 : 8;  // warps that share a row
+    const int sharing = m > 4 ? 2 : m > 2 ? 4 : m > 1 ? 8 : 16;  // warps that share a row
     for (int row = warp / sharing; row < m; row += WARPS / sharing) {
         float squares = 0.f;
 #pragma unroll 8
