@@ -128,7 +128,8 @@ class Stream(Waiting):
         room = context - len(ids)
         if room < min(1, options.max_tokens):  # a prompt that is only scored may fill the context
             raise InvalidInput(f"the prompt has {len(ids)} tokens; the model's context is {context} tokens")
-        options = replace(options, max_tokens=min(options.max_tokens, room))
+        if options.max_tokens > room:
+            options = replace(options, max_tokens=room)
         return cls(ids, options, random.getrandbits(63) if options.seed is None else options.seed)
 
     def go_on_after(self, token_ids: Sequence[int]) -> None:

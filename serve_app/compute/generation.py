@@ -219,12 +219,10 @@ class Generation:
         prompts = self._wanted.encode(self._model.prompts)
         self._is_first_alone = self._wanted.first_alone is not None and self._wanted.first_alone(prompts)
         for prompt in prompts:
-            sampling = self._sampling(len(prompt))
-            if self._wanted.grammar_after is not None:
-                sampling = replace(sampling, grammar=self._wanted.grammar_after(prompt))
+            sampling = self._sampling(prompt)
             for choice in range(self._wanted.n):
-                seed = None if sampling.seed is None else sampling.seed + choice
-                stream = self._model.new_stream(prompt, replace(sampling, seed=seed))
+                own = sampling if sampling.seed is None or not choice else replace(sampling, seed=sampling.seed + choice)
+                stream = self._model.new_stream(prompt, own)
                 stream.priority, stream.owner, stream.deadline = self._qos.priority, self._qos.owner, deadline
                 stream.tags = self._tags
                 stream.limit = start + self._service.settings.request_timeout_s
@@ -238,19 +236,20 @@ class Generation:
                 answers.append(_Answer(len(answers), stream, writer))
         return answers
 
-    def _sampling(self, num_tokens: int) -> SamplingOptions:
-        """The sampling options for a prompt of `num_tokens` tokens."""
-        context = self._model.info.max_input_length
+    def _sampling(self, prompt: TokenIds) -> SamplingOptions:
+        """The options of a prompt's first answer. Raises: BadRequest for an empty prompt, and for one that fills the context."""
+        wanted, context, num_tokens = self._wanted, self._model.info.max_input_length, len(prompt)
         if not num_tokens:
             raise BadRequest("the prompt has no tokens; send a longer one", "prompt")
-        if num_tokens > context - min(1, self._wanted.sampling.max_tokens):
+        if num_tokens > context - min(1, wanted.sampling.max_tokens):
             raise BadRequest(
                 f"This model's maximum context length is {context} tokens. However, your prompt contains {num_tokens} input "
                 "tokens, which leaves none for the answer; send a shorter prompt",
                 "input_tokens",
             )
-        most = min(self._wanted.sampling.max_tokens, context - num_tokens)
-        return replace(self._wanted.sampling, max_tokens=most)
+        most = min(wanted.sampling.max_tokens, context - num_tokens)
+        grammar = wanted.sampling.grammar if wanted.grammar_after is None else wanted.grammar_after(prompt)
+        return replace(wanted.sampling, max_tokens=most, grammar=grammar)
 
     def _on_event(self, answer: _Answer, event: Token | Future[Answer]) -> None:
         """Gives the caller the delta of an event, or keeps the event. Events after an answer's end are ignored.

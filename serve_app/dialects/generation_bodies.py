@@ -22,7 +22,7 @@ from serve_app.dialects.call_readers import CLOSER, OPENER, JsonCall, XmlCall
 from serve_app.dialects.chat_parser import END_THINK, THINK, ChatParser
 from serve_app.dialects.faults import named, quoted
 from serve_app.dialects.fields import Inputs, Items
-from serve_app.dialects.structured import Form, form_of
+from serve_app.dialects.structured import form_of
 from serve_app.dialects.tools import NamedTool, ToolChoice, Tools, schemas_of, with_parsed_calls
 from serve_app.errors import BadRequest
 from serve_app.models import GeneratingModel, ModelInfo
@@ -229,7 +229,7 @@ class GenerationBody(ModelBody):
         encode: Callable[[Prompts], list[TokenIds]],
         shown: tuple[str, ...] = (),
     ) -> Wanted:
-        form = self._form
+        form = form_of(self.__dict__)
         if form is not None:
             num_chars += _CHARS_OF_A_GRAMMAR_BYTE * len(form.grammar)
 
@@ -242,7 +242,7 @@ class GenerationBody(ModelBody):
             num_prompts,
             num_chars,
             encode_checked,
-            replace(self._sampling(model.info, model.generation), grammar=None if form is None else form.grammar),
+            self._sampling(model.info, model.generation, None if form is None else form.grammar),
             self.n or 1,
             self.stop or (),
             bool(self.include_stop_str_in_output),
@@ -250,11 +250,7 @@ class GenerationBody(ModelBody):
             shown,
         )
 
-    @property
-    def _form(self) -> Form | None:
-        return form_of(self.__dict__)
-
-    def _sampling(self, info: ModelInfo, said: GenerationConfig) -> SamplingOptions:
+    def _sampling(self, info: ModelInfo, said: GenerationConfig, grammar: str | None) -> SamplingOptions:
         """The request's options, else those of the model's authors, else options that change no logit."""
         stop_ids = tuple(self.stop_token_ids or ())
         given = {
@@ -282,6 +278,7 @@ class GenerationBody(ModelBody):
             stop_ids=stop_ids if self.ignore_eos else (*said.eos_ids, *stop_ids),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
+            grammar=grammar,
         )
 
 
