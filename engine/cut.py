@@ -8,6 +8,7 @@ at the same time, so the slowest stage limits the throughput. The cut makes the 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.amounts import gib
 from engine.errors import ModelError
 
 # The slowest stage may need this many times as long for all groups as all stages together need for one. Two groups of a 14B's
@@ -164,17 +165,13 @@ def _refusal(model: Model, devices: Sequence[Device], cache_tokens: int) -> str:
             if stage_bytes(model, devices, stage, range(first, stop + 1), cache_tokens) > device.free_bytes:
                 break
             stop += 1
-        held.append(f"{device.name} with {_gib(device.free_bytes)} free holds {stop - first}")
+        held.append(f"{device.name} with {gib(device.free_bytes)} free holds {stop - first}")
         first = stop
     weights = sum(model.layer_bytes) + model.words_bytes + model.head_bytes
     cache = cache_tokens * model.cache_bytes * n_layers
     passes = sum(device.pass_bytes for device in devices)
     return (
         f"the model does not fit on these devices in this order: of its {n_layers} layers {', '.join(held)}; it needs "
-        f"{_gib(weights)} for weights, {_gib(cache)} for a cache of {cache_tokens:,} tokens, and {_gib(passes)} for passes; give "
+        f"{gib(weights)} for weights, {gib(cache)} for a cache of {cache_tokens:,} tokens, and {gib(passes)} for passes; give "
         "more devices, a smaller cache, a smaller dtype, or a smaller model"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

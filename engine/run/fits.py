@@ -2,6 +2,7 @@
 
 import torch
 
+from engine.amounts import gib
 from engine.devices import compute_dtype, is_integrated
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
@@ -49,9 +50,9 @@ def check_generator_fits(
     elif fewer < config.max_input_length:
         way_out += ", which shortens the context to that number"
     raise ModelError(
-        f"{model} needs {_gib(needs.reserved + KERNEL_BYTES)} on {device}, which has {_gib(free)} free: {_gib(needs.weights)} of "
-        f"weights in this dtype, {_gib(needs.of_passes + KERNEL_BYTES)} for passes of {max_batch_tokens or MOST_STREAM_TOKENS:,} "
-        f"tokens, and {_gib(needs.cache)} for a cache of {cache_tokens or PAGE_SIZE:,} tokens; {way_out}, free memory on this "
+        f"{model} needs {gib(needs.reserved + KERNEL_BYTES)} on {device}, which has {gib(free)} free: {gib(needs.weights)} of "
+        f"weights in this dtype, {gib(needs.of_passes + KERNEL_BYTES)} for passes of {max_batch_tokens or MOST_STREAM_TOKENS:,} "
+        f"tokens, and {gib(needs.cache)} for a cache of {cache_tokens or PAGE_SIZE:,} tokens; {way_out}, free memory on this "
         f"GPU, use another GPU, or a smaller dtype or model{'' if in_8_bits(config) else ', or kv_cache_dtype fp8'}"
     )
 
@@ -60,7 +61,3 @@ def _kind(device: torch.device) -> MemoryKind:
     if device.type == "cpu":
         return "cpu"
     return "unified" if is_integrated(device) else "gpu"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"

@@ -4,6 +4,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from engine.amounts import gib
 from engine.errors import ModelError
 from engine.kernels.cache8 import Cache8
 from engine.model.config import ModelConfig
@@ -84,8 +85,8 @@ def default_tokens(config: ModelConfig, dtype: torch.dtype, device: torch.device
     fits = (free - pass_bytes - KERNEL_BYTES) // per_token // PAGE_SIZE * PAGE_SIZE
     if fits < PAGE_SIZE:
         raise ModelError(
-            f"{device} has {free / 2**30:.1f} GiB free beside the weights; passes take {(pass_bytes + KERNEL_BYTES) / 2**30:.1f} "
-            f"GiB, and a page of the cache, {PAGE_SIZE} tokens, {PAGE_SIZE * per_token / 2**20:.1f} MiB; lower max_batch_tokens, "
-            "free memory on this GPU, use another GPU, or a smaller dtype or model"
+            f"{device} has {gib(free)} free beside the weights; passes take {gib(pass_bytes + KERNEL_BYTES)}, and a page of the "
+            f"cache, {PAGE_SIZE} tokens, {PAGE_SIZE * per_token / 2**20:.1f} MiB; lower max_batch_tokens, free "
+            "memory on this GPU, use another GPU, or a smaller dtype or model"
         )
     return min(whole_pages(most), fits)

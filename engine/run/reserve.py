@@ -9,6 +9,7 @@ from functools import cache
 import psutil
 import torch
 
+from engine.amounts import gib
 from engine.devices import is_integrated
 from engine.errors import ModelError
 from engine.host import free_unified_bytes
@@ -67,8 +68,8 @@ def check_fits(weight_bytes: int, device: torch.device, model: str) -> None:
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     if weight_bytes + _LEAST_WORKSPACE_BYTES > free:
         raise ModelError(
-            f"{model} has {weight_bytes / 2**30:.1f} GiB of weights in this dtype, {device} has {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB free; free some, use another GPU, or a smaller dtype or model"
+            f"{model} has {gib(weight_bytes)} of weights in this dtype, {device} has {free / 2**30:.1f} of "
+            f"{gib(total)} free; free some, use another GPU, or a smaller dtype or model"
         )
 
 
