@@ -138,7 +138,6 @@ def decode_items(
     num_kv_heads: int,
     num_blocks: int,
     window: int | None = None,
-    first_row: int = 0,
     settled: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
     """Divide the keys of each sequence into parts of whole pages, so that all parts together have about `num_blocks` blocks.
@@ -152,7 +151,6 @@ def decode_items(
         num_kv_heads: the number of blocks of each part.
         num_blocks: the number of blocks that the chip should have: two or three for each multiprocessor.
         window: a token sees no token further away than this. None: no limit.
-        first_row: the row of q that belongs to lengths[0].
         settled: [B], whether earlier passes stored all keys of the row except its last key. The kernel reads such keys while the
             kernels before it still run. None: no row is settled.
     Returns: [n, 8] int32, n at most `most_items`: the row of q, the place of the part's first page in the array of pages, the
@@ -175,7 +173,7 @@ def decode_items(
         parts = -(-pages // np.maximum(sizes, 1))
     order = np.argsort(-sizes, kind="stable")
     of_sequence = np.zeros((len(lengths), 8), np.int32)
-    of_sequence[:, 0] = np.arange(first_row, first_row + len(lengths), dtype=np.int32)
+    of_sequence[:, 0] = np.arange(len(lengths), dtype=np.int32)
     of_sequence[:, 1] = page_offsets
     of_sequence[:, 1] += first_pages
     of_sequence[:, 2] = begins - first_pages * PAGE

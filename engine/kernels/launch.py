@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 from engine.errors import BackendError
 from engine.kernels.compile import compile_kernel, is_compiled
 from engine.kernels.signature import signature
-
-NO_DEFINES: Mapping[str, int] = MappingProxyType({})
 
 
 class DryRun:

@@ -150,7 +150,6 @@ class ModelConfig:
     lower_case: bool = False
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
     default_prompt: str | None = None
-    stored_dtype: str = "float32"
     quantization: Quantization | None = None
 
     @property

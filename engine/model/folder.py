@@ -104,7 +104,6 @@ def load_model_config(
         colbert_size=colbert_size,
         prompts=prompts,
         default_prompt=default_prompt,
-        stored_dtype=str(keys.get("dtype", keys.get("torch_dtype", "float32")) or "float32"),
         quantization=_read_quantization(folder, keys),
     )
 

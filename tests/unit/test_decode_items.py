@@ -30,15 +30,15 @@ def test_the_page_is_the_caches() -> None:
 @given(lengths, kv_heads, blocks, windows)
 def test_every_key_that_a_row_sees_lies_in_one_part(sizes: list[int], heads: int, num_blocks: int, window: int | None) -> None:
     offsets = offsets_of(sizes)
-    items = decode_items(sizes, offsets, heads, num_blocks, window, first_row=5)
+    items = decode_items(sizes, offsets, heads, num_blocks, window)
     assert (items.dtype, items.shape[1:]) == (np.int32, (8,))
-    seen: dict[int, list[int]] = {5 + row: [] for row in range(len(sizes))}
+    seen: dict[int, list[int]] = {row: [] for row in range(len(sizes))}
     for row, page_at, first, end, *_ in items.tolist():
         assert 0 <= first < min(end, PAGE)
-        start = (page_at - offsets[row - 5]) * PAGE
+        start = (page_at - offsets[row]) * PAGE
         seen[row] += range(start + first, start + end)
     for row, size in enumerate(sizes):
-        assert seen[5 + row] == list(range(0 if window is None else max(0, size - 1 - window), size))
+        assert seen[row] == list(range(0 if window is None else max(0, size - 1 - window), size))
 
 
 @given(lengths, kv_heads, blocks, windows)
@@ -87,9 +87,9 @@ def test_as_many_parts_as_fill_the_chip(sizes: list[int], parts: list[int]) -> N
 
 def test_all_parts_of_a_settled_row_are_settled() -> None:
     settled = np.array([True, False, True, True, False, False])
-    items = decode_items([800, 100, 0, 3000, 20, 800], [0, 7, 8, 8, 32, 33], 8, 264, first_row=2, settled=settled)
+    items = decode_items([800, 100, 0, 3000, 20, 800], [0, 7, 8, 8, 32, 33], 8, 264, settled=settled)
     assert items[:, 5].max() > 1
-    assert items[:, 7].tolist() == [int(settled[row - 2]) for row in items[:, 0]]
+    assert items[:, 7].tolist() == [int(settled[row]) for row in items[:, 0]]
 
 
 def test_a_long_sequence_has_few_enough_parts_to_be_added_up() -> None:
@@ -104,7 +104,8 @@ def test_the_reference_is_attention_of_the_keys_in_the_pages(window: int | None)
     offsets = offsets_of(sizes)
     pages = torch.randperm(offsets[-1] + 8).int()
     q, cache = torch.randn(7, 4, 32), torch.randn(2, len(pages) * PAGE, 2, 32)
-    items = torch.from_numpy(decode_items(sizes, offsets, 2, 40, window, first_row=1))
+    items = torch.from_numpy(decode_items(sizes, offsets, 2, 40, window))
+    items[:, 0] += 1
     assert items[:, 5].max() > 1 or window in (0, 130)
     items = torch.cat((items[:2], torch.zeros(3, 8, dtype=torch.int32), items[2:]))
     workspace = DecodeWorkspace.create(0, 4, 32, q.device)

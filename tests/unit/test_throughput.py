@@ -53,7 +53,7 @@ def test_a_model_with_a_measured_body_was_measured(measured: str, alike: list[st
     assert rate.basis == "measured"
     for model in alike:
         assert tokens_per_s(CATALOGUE[model], BF16, H200) == rate
-    shorter = replace(CATALOGUE[measured], max_input_length=128, prompts={"query": "q: "}, stored_dtype="bfloat16")
+    shorter = replace(CATALOGUE[measured], max_input_length=128, prompts={"query": "q: "})
     assert tokens_per_s(shorter, BF16, H200) == rate
 
 
