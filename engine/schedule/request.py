@@ -94,7 +94,7 @@ class Waiting(ABC):
 
     @abstractmethod
     def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> "Slice | None":
-        """Take the next slice for a pass with room for `room` tokens. None if the slice does not fit.
+        """Take the next slice for a pass with room for `room` tokens, at least one. None if the slice does not fit.
 
         Args:
             alone: the pass has no other slices, so the slice may be larger than the room.
@@ -201,8 +201,6 @@ class Request(Waiting):
             return self.whole(first, self.num_scheduled)
         start, length = self.num_computed, bounds[first + 1] - bounds[first]
         stop = min(start + room, length)
-        if stop <= start:
-            return None
         self.num_scheduled, self.num_computed = (first + 1, 0) if stop == length else (first, stop)
         return Slice(self, first, start, stop)
 

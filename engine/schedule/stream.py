@@ -345,9 +345,7 @@ class Stream(Waiting):
             self.num_cached_tokens = self.num_computed
         return self.num_computed
 
-    def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> Slice | None:
-        if room <= 0:
-            return None
+    def next_slice(self, room: int, alone: bool, wanted: float = 1, most_seqs: int = 1) -> Slice:
         assert self.cohort is None, "a cohort takes one slice for all of its streams"
         start, length = self._num_computed, len(self.prompt) + self._num_chosen
         self._num_computed = stop = min(start + room, length)
@@ -364,8 +362,7 @@ class Stream(Waiting):
         room = len(self.pages) * self.pool.page_size - self.num_computed
         tokens = self._followed().propose(min(most, room, self.options.max_tokens - self.num_chosen))
         self.proposed = dict(enumerate(tokens, start=self.num_computed))
-        slices = [self.next_slice(1, alone=False) for _ in tokens]
-        return [part for part in slices if part is not None]
+        return [self.next_slice(1, alone=False) for _ in tokens]
 
     def settle(self) -> None:
         """Forget the proposals: no pass under way has a slice of the stream. Positions after a wrong token are computed again."""
@@ -556,9 +553,7 @@ class Streams:
                 continue
             if stream.num_computed < len(stream.pages) * self.pages.page_size or self._take_page(stream, slices, preempted):
                 del self._ready[stream]
-                part = stream.next_slice(1, alone=False)
-                assert part is not None, "one token always fits"
-                slices.append(part)
+                slices.append(stream.next_slice(1, alone=False))
                 if self._most_proposed:
                     slices += stream.propose(self._most_proposed)
         return slices, preempted
