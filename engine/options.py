@@ -56,6 +56,9 @@ class EmbedOptions:
     spans: tuple[tuple[int, int], ...] = ()
 
 
+WHOLE = EmbedOptions()  # a whole, normalised vector
+
+
 # The largest temperature, penalty and bias. Far larger ones make a logit infinite.
 _LARGEST = 1000
 

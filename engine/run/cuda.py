@@ -18,7 +18,7 @@ from engine.errors import BackendError, DeviceLost, OutOfMemory
 from engine.heads.base import OutputHead
 from engine.model.config import OutputName
 from engine.model.footprint import MOST_GRAPH_VALUES
-from engine.options import EmbedOptions, TokenIds
+from engine.options import WHOLE, EmbedOptions, TokenIds
 from engine.run.batch import BatchShape
 from engine.run.flight import Output
 from engine.run.graphs import Capturer, Graphs
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 # `CudaFlight.wait` polls for the end of a pass of up to this many tokens. A sleeping thread wakes up at least 0.05 ms late.
 _SHORT_TOKENS = 512
-_WHOLE = EmbedOptions()
 
 # Errors of a lost device. Their tracebacks hold tensors, and torch ends the process when such a tensor is freed.
 _wreckage: list[RuntimeError] = []
@@ -118,7 +117,7 @@ class CudaRunner:
     ) -> CudaFlight:
         """Queue one forward pass. Raises: OutOfMemory, BackendError, DeviceLost; InvalidInput for an unknown output."""
         heads = self.network.heads(outputs)
-        options = options or [_WHOLE] * len(sequences)
+        options = options or [WHOLE] * len(sequences)
         takes_spans = any(head.takes_spans for head in heads)
         layout = self.packer.layout(sequences, whole=bool(heads))
         num_tokens, num_seqs = layout.num_tokens, len(sequences)

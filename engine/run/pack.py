@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.errors import InvalidInput
 from engine.kernels.tiles import Tiling
 from engine.model.config import Pooling
-from engine.options import EmbedOptions, TokenIds
+from engine.options import WHOLE, EmbedOptions, TokenIds
 from engine.run.batch import BatchShape, PackedBatch, places
 from engine.run.prefixes import MOST_PREFIXES, Layout, lay_out
 from engine.sequences import Sequences
@@ -29,7 +29,6 @@ _FEW_TOKENS = 512
 # Packing a single short text is on a query's critical path. Everything in its buffer except the ids depends only on its
 # length, so the buffer is cached for texts up to this long.
 _MOST_KEPT_TOKENS = 512
-_PLAIN = EmbedOptions()
 
 
 @lru_cache(1024)
@@ -166,7 +165,7 @@ class BatchPacker:
         """
         part, num_tokens = _parts(buffer, shape), layout.num_tokens
         if layout.num_seqs == 1 and shape.num_tokens <= _MOST_KEPT_TOKENS:
-            its = options[0] if options is not None else _PLAIN
+            its = options[0] if options is not None else WHOLE
             buffer[:] = _kept(self, shape, num_tokens, its.dimensions, its.normalize)
         else:
             self._fill_around(part, shape, layout, tiles, options)

@@ -22,7 +22,7 @@ from engine.devices import begin_thread
 from engine.errors import BackendError, EngineStopped
 from engine.heads.base import OutputHead
 from engine.model.config import OutputName
-from engine.options import EmbedOptions, TokenIds
+from engine.options import WHOLE, EmbedOptions, TokenIds
 from engine.run.flight import NO_VECTORS, Output
 from engine.run.layers import Layers
 from engine.run.network import Network
@@ -32,8 +32,6 @@ from engine.run.ring import NOTHING, Kind, Message, Received, Ring, text_in
 from engine.run.runner import output_of
 from engine.run.work import Work, written
 from engine.schedule.piece import Piece
-
-_WHOLE = EmbedOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class RingPipeline:
         else:
             reads_all = bool(heads) or not self._network.vector_head.reads_pooled_rows
             work = Work((), sequences, all_rows=reads_all, whole=bool(heads))
-        begun = _Pass(work, options or [_WHOLE] * len(sequences), outputs, heads)
+        begun = _Pass(work, options or [WHOLE] * len(sequences), outputs, heads)
         self._first.submit(self._begin, begun)
         return begun.flight
 

@@ -10,7 +10,7 @@ import torch
 from engine.heads.base import OutputHead
 from engine.model.base import Model
 from engine.model.config import OutputName
-from engine.options import EmbedOptions, TokenIds
+from engine.options import WHOLE, EmbedOptions, TokenIds
 from engine.run.batch import Cached, PackedBatch
 from engine.run.flight import NO_VECTORS, Finished, Output, Vectors
 from engine.run.kv_cache import PAGE_SIZE, KVCache
@@ -18,8 +18,6 @@ from engine.run.network import Network
 from engine.run.pack import BatchPacker
 from engine.schedule.piece import Piece
 from engine.schedule.proposer import TRUSTED_FROM
-
-_WHOLE = EmbedOptions()
 
 
 class CpuRunner:
@@ -51,7 +49,7 @@ class CpuRunner:
             return self._launch_pieces(pieces)
         start = perf_counter()
         heads = self._network.heads(outputs)
-        options = options or [_WHOLE] * len(sequences)
+        options = options or [WHOLE] * len(sequences)
         batch = self.packer.pack(sequences, options, whole=bool(heads))
         if any(head.takes_spans for head in heads):
             batch = replace(batch, spans=self.packer.pack_spans(batch.lengths, options))
