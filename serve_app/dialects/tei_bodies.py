@@ -18,8 +18,7 @@ class EncodingChoice(PromptChoice):
     truncation_direction: Direction = "right"
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        truncate = auto_truncate if self.truncate is None else self.truncate
-        return EncodeOptions(truncate, _direction(self), self.prompt_name, self.prompt, self.input_type)
+        return EncodeOptions(*_truncation(self, auto_truncate), self.prompt_name, self.prompt, self.input_type)
 
 
 class Encoding(EncodingChoice, ModelBody):
@@ -68,7 +67,7 @@ class PredictRequest(ModelBody):
     raw_scores: bool = False
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, _direction(self))
+        return EncodeOptions(*_truncation(self, auto_truncate))
 
 
 class RerankRequest(Ranking):
@@ -79,7 +78,7 @@ class RerankRequest(Ranking):
     return_text: bool = False
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        return EncodeOptions(auto_truncate if self.truncate is None else self.truncate, _direction(self))
+        return EncodeOptions(*_truncation(self, auto_truncate))
 
 
 class VertexRequest(Body):
@@ -104,6 +103,7 @@ TaskBody = (
 )
 
 
-def _direction(body: EncodingChoice | PredictRequest | RerankRequest) -> Direction | None:
-    """The side that the request names. None: it names none, so the model's own side is cut."""
-    return body.truncation_direction if "truncation_direction" in body.model_fields_set else None
+def _truncation(body: EncodingChoice | PredictRequest | RerankRequest, auto_truncate: bool) -> tuple[bool, Direction | None]:
+    """Whether inputs may be cut, and the side that the request names. None: it names none, so the model's own side is cut."""
+    direction = body.truncation_direction if "truncation_direction" in body.model_fields_set else None
+    return auto_truncate if body.truncate is None else body.truncate, direction
