@@ -3,12 +3,12 @@
 from typing import Any
 
 from engine.schedule.stream import Token
-from engine.text.prompts import Prompts
 from serve_app.compute.generation import Delta, Generation
 from serve_app.dialects.chat_parser import CallArguments, CallBegun, CallBroken, ChatParser, Content, Event, Reasoning
 from serve_app.dialects.generation_answers import Answers, end_of, finite
 from serve_app.dialects.generation_bodies import ChatRequest
 from serve_app.dialects.tools import NamedTool
+from serve_app.models import GeneratingModel
 
 
 class _Reader:
@@ -89,9 +89,9 @@ class ChatAnswers(Answers):
     text_field = b"delta"
     _body: ChatRequest
 
-    def __init__(self, body: ChatRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
-        super().__init__(body, model_name, prompts, generation)
-        self._format = prompts.chat_format
+    def __init__(self, body: ChatRequest, model: GeneratingModel, generation: Generation) -> None:
+        super().__init__(body, model, generation)
+        self._format = model.prompts.chat_format
         self._readers: dict[int, _Reader] = {}
 
     async def whole(self) -> dict[str, Any]:

@@ -5,18 +5,18 @@ from collections import defaultdict
 from typing import Any
 
 from engine.schedule.stream import Token
-from engine.text.prompts import Prompts
 from serve_app.compute.generation import Delta, Generation
 from serve_app.dialects.generation_answers import Answers, end_of, finite
 from serve_app.dialects.generation_bodies import CompletionRequest
+from serve_app.models import GeneratingModel
 
 
 class CompletionAnswers(Answers):
     id_prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
     text_field = b"text"
 
-    def __init__(self, body: CompletionRequest, model_name: str, prompts: Prompts, generation: Generation) -> None:
-        super().__init__(body, model_name, prompts, generation)
+    def __init__(self, body: CompletionRequest, model: GeneratingModel, generation: Generation) -> None:
+        super().__init__(body, model, generation)
         self._echoed = body.prompt if body.echo else None
         self._num_top = body.logprobs or 0
         # By answer: the number of characters of the tokens in earlier log-probabilities, and the decoder that counts them.

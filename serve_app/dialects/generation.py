@@ -15,15 +15,13 @@ from serve_app.errors import BadHeader, BadRequest
 
 async def chat(service: Service, body: ChatRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model, check_generates))
-    generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
-    answers = ChatAnswers(body, model.info.served_model_name, model.prompts, generation)
+    answers = ChatAnswers(body, model, Generation(service, model, body.wanted(model), read_generation_qos(headers)))
     return Reply(answers if body.stream else await answers.whole(), model)
 
 
 async def completions(service: Service, body: CompletionRequest, headers: Headers) -> Reply:
     model = generating(service.backend.get(body.model, check_generates))
-    generation = Generation(service, model, body.wanted(model), read_generation_qos(headers))
-    answers = CompletionAnswers(body, model.info.served_model_name, model.prompts, generation)
+    answers = CompletionAnswers(body, model, Generation(service, model, body.wanted(model), read_generation_qos(headers)))
     return Reply(answers if body.stream else await answers.whole(), model)
 
 

@@ -10,9 +10,9 @@ from uuid import uuid4
 import orjson
 
 from engine.schedule.stream import Token
-from engine.text.prompts import Prompts
 from serve_app.compute.generation import Delta, Generation
 from serve_app.dialects.generation_bodies import GenerationBody
+from serve_app.models import GeneratingModel
 
 # JSON has no -inf. vLLM sends this number for a token that cannot be chosen.
 _LEAST_LOGPROB = -9999.0
@@ -26,13 +26,13 @@ class Answers(ABC):
     chunk_object: str
     text_field: bytes  # the field of a chunk's choice that has the new text
 
-    def __init__(self, body: GenerationBody, model_name: str, prompts: Prompts, generation: Generation) -> None:
-        self._body, self._prompts, self._generation = body, prompts, generation
+    def __init__(self, body: GenerationBody, model: GeneratingModel, generation: Generation) -> None:
+        self._body, self._prompts, self._generation = body, model.prompts, generation
         self._has_logprobs = body.num_logprobs is not None
         options = body.stream_options
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_last and options is not None and bool(options.continuous_usage_stats)
-        self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time()), "model": model_name}
+        self._head = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time()), "model": model.info.served_model_name}
         # Most chunks differ only in their text. Encoding the other fields once halves the cost of a token.
         self._is_plain = not self._has_logprobs and not self._usage_always
         self._plain_heads: dict[int, bytes] = {}  # by answer: the JSON before the text field's value
