@@ -15,8 +15,9 @@ from hashlib import blake2b
 import numpy as np
 
 from engine.options import TokenIds
+from engine.schedule.pages import PAGE_SIZE
 
-PAGE_TOKENS = 128  # equals `engine.run.kv_cache.PAGE_SIZE`, whose module imports torch
+PAGE_TOKENS = PAGE_SIZE
 # The most pairs of each pool. A pair is a page and a replica that holds it. 200,000 pairs take up to 66 MB, for 25 million
 # tokens.
 _MOST_PAIRS = 200_000

@@ -13,7 +13,7 @@ from engine.kernels import reference
 from engine.kernels.cache8 import Cache8, macro
 from engine.kernels.launch import Kernel, half, runs_on
 
-PAGE = 128  # tokens
+PAGE = 128  # tokens, as csrc has it
 # The most parts of one sequence. The block that adds them up has a factor for each part and query head in shared memory.
 MOST_PARTS = 256
 # A sequence of up to so many pages is one part, because adding up two parts takes longer than to read a few more pages.

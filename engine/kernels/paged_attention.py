@@ -5,11 +5,10 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.attention import NO_LIMIT, launch_attention
+from engine.kernels.attention_decode import PAGE as PAGE
 from engine.kernels.cache8 import Cache8
 from engine.kernels.launch import runs_on
 from engine.kernels.tiles import HopperShape, Shape
-
-PAGE = 128  # tokens of a page, as both kernels know it
 
 
 def paged_attention(

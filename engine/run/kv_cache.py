@@ -10,10 +10,10 @@ from engine.kernels.cache8 import Cache8
 from engine.model.config import ModelConfig
 from engine.run import reserve
 from engine.run.sleep import Sleeper
+from engine.schedule.pages import PAGE_SIZE as PAGE_SIZE
 
 _CPU = torch.device("cpu")
 
-PAGE_SIZE = 128  # tokens: the block of keys that the attention kernels walk
 # The default size of the cache is 16 whole contexts. On a CPU it takes at most a quarter of the free memory.
 _CONTEXTS = 16
 CPU_SHARE = 4

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.options import TokenIds
 
+PAGE_SIZE = 128  # tokens: the block of keys that the attention kernels walk
 _ROOT = -1  # the parent of a sequence's first page
 
 

@@ -16,14 +16,13 @@ import numpy as np
 
 from engine.errors import InvalidInput
 from engine.options import SamplingOptions, TokenIds
+from engine.schedule.pages import PAGE_SIZE
 from engine.text.prompts import Prompts
 from serve_app.admission.qos import Qos
 from serve_app.compute.generation import Delta, Generation, Usage, Wanted
 from serve_app.compute.service import Service
 from serve_app.models import GeneratingModel
 
-# Tokens of a page of the KV cache. A shorter common prefix is never found in the cache.
-_PAGE_TOKENS = 128
 _VARIABLES = {"enable_thinking": False}  # the label must be the reply's first token, so the model must not think before it
 _PROBE = "zyx"  # a text that is in no template
 _BETWEEN = "\n\n"  # between the state and a question
@@ -140,9 +139,9 @@ def _encode(prompts: Prompts, state: str, texts: Sequence[str]) -> list[TokenIds
 
 
 def _share_pages(prompts: Sequence[TokenIds]) -> bool:
-    """Whether there are several prompts, and they have the first page of the cache in common."""
-    first = prompts[0][:_PAGE_TOKENS]
-    return len(prompts) > 1 and len(first) == _PAGE_TOKENS and all(np.array_equal(each[:_PAGE_TOKENS], first) for each in prompts)
+    """Whether there are several prompts with the same first page. The cache never finds a shorter common prefix."""
+    first = prompts[0][:PAGE_SIZE]
+    return len(prompts) > 1 and len(first) == PAGE_SIZE and all(np.array_equal(each[:PAGE_SIZE], first) for each in prompts)
 
 
 def _rendered(prompts: Prompts, text: str) -> str:
