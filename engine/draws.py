@@ -28,7 +28,7 @@ def uniform(seed: int, position: int) -> float:
 def _uniforms(seed: int, block: int) -> list[float]:
     """The numbers of `_BLOCK` positions. If computed one by one, they would cost a step of 256 streams 0.2 ms."""
     positions = np.arange(block * _BLOCK, (block + 1) * _BLOCK, dtype=np.uint64)
-    mixed = _mix(_mix(np.array([seed & _MASK64], np.uint64)) + positions)
+    mixed = _mix(mixed_seed(seed) + positions)
     numbers: list[float] = ((mixed >> np.uint64(11)) * 2.0**-53).tolist()
     return numbers
 
