@@ -21,7 +21,8 @@ from engine.schedule.pages import Pages
 from engine.schedule.queue import Queue
 from engine.schedule.rates import Rates
 from engine.schedule.request import Request, Slice, Waiting
-from engine.schedule.stream import Stream, Streams
+from engine.schedule.stream import Stream
+from engine.schedule.streams import Streams
 
 # The next pass is scheduled this long before the running pass should end, plus the time of a launch.
 _MARGIN_S = 0.0005

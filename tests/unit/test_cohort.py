@@ -19,7 +19,8 @@ from engine.run.streams import Laid, StreamPacker, StreamShape
 from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
-from engine.schedule.stream import Stream, Streams, Token
+from engine.schedule.stream import Stream, Token
+from engine.schedule.streams import Streams
 
 
 def run(device: Device, streams: Sequence[Stream], budget: int = 512) -> Passes:

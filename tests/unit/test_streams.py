@@ -30,7 +30,8 @@ from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece, last_token
 from engine.schedule.request import Request, Slice
 from engine.schedule.scheduler import Scheduler
-from engine.schedule.stream import Answer, Stream, Streams, Token
+from engine.schedule.stream import Answer, Stream, Token
+from engine.schedule.streams import Streams
 
 PAGE_SIZE = 4
 BROKEN = 999  # a pass with this token fails
