@@ -103,37 +103,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     dtype = torch.bfloat16 if modern else torch.float16
     if modern:
         for head_dim in HEAD_DIMS:
-            large, small = tile_shapes(head_dim, capability)
-            yield from (_attention(head_dim, group, dtype, large) for group in _GROUPS[head_dim])
-            if small != large:
-                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small)
-            yield _attention(head_dim, 1, torch.float16, large)
-            yield _attention(head_dim, 1, dtype, large, bias=True)
-            if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
-                yield _attention(head_dim, 1, dtype, large, e4m3=True)
-                # The variants that take the most registers.
-                if head_dim == 64:
-                    yield _attention(head_dim, 1, dtype, large, bias=True, e4m3=True)
-                if head_dim >= 128:
-                    yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, prefix=True, e4m3=True)
-            yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in _GROUPS[head_dim])
-            if small != large:
-                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, prefix=True)
-            for group in dict.fromkeys((_GROUPS[head_dim][0], _GROUPS[head_dim][-1])):
-                yield _attention(head_dim, group, dtype, large, paged=True)
-            if small != large:
-                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, small, paged=True)
-            if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
-                yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, large, paged=True, e4m3=True)
-            for shape in dict.fromkeys(tile_shapes(head_dim, LEAST_TILED)):
-                for kv8 in (1, 2):
-                    yield _attention(head_dim, _GROUPS[head_dim][-1], dtype, shape, paged=True, kv8=kv8)
-                    yield _attention(head_dim, 1, torch.float16, shape, paged=True, kv8=kv8)
-            if (hopper := hopper_shape(head_dim, capability)) is not None:
-                for flags in ({}, {"prefix": True}, {"paged": True}):
-                    yield from (_attention_hopper(head_dim, group, dtype, hopper, **flags) for group in _GROUPS[head_dim])
-                    yield _attention_hopper(head_dim, 1, torch.float16, hopper, **flags)
-                    yield _attention_hopper(head_dim, _GROUPS[head_dim][-1], dtype, hopper, **flags, e4m3=True)
+            yield from _attentions(head_dim, capability)
         yield from _attentions_decode(capability)
         yield from _packed(capability)
     for width in (384, 768, 1024, 2560, 4096, 5120):
@@ -160,23 +130,7 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
     if capability == (9, 0):
-        for followed_by in FOLLOWED_BY:
-            if followed_by == "swiglu in e4m3":
-                yield _gemm_hopper(2, followed_by, WIDEST)
-                continue
-            yield from (_gemm_hopper(0, followed_by, block_n) for block_n in BLOCKS_N)
-            yield _gemm_hopper(3, followed_by, WIDEST)
-        yield _gemm_hopper(1, "swiglu", WIDEST)
-        yield _gemm_hopper(2, "residual", WIDEST)
-        for (n, k), (followed_by, norm) in _PRODUCTS.items():
-            yield _few_rows(n, k, 16, norm, followed_by)
-            yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64, 96))
-            of_e4m3: FollowedBy = "swiglu in e4m3" if followed_by == "swiglu" else followed_by
-            yield from (_gemm_skinny(n, k, rows, of_e4m3, 2) for rows in (8, 64, 256))
-            yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
-            for form in (Form(128), Form(64, beside="zeros")):
-                yield _few_rows(n, k, 16, norm, followed_by, form)
-            yield from (_gemm_skinny(n, k, rows, followed_by, 4, form) for form in _FORMS for rows in (64, 128))
+        yield from _products_on_hopper()
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -233,6 +187,42 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return [f"{row.kernel} ({row.label}) on {row.arch} {what}" for row in rows if (what := problem(row))]
 
 
+def _attentions(head_dim: int, capability: tuple[int, int]) -> Iterator[Variant]:
+    dtype, groups = torch.bfloat16, _GROUPS[head_dim]
+    most = groups[-1]  # query heads of a key head
+    large, small = tile_shapes(head_dim, capability)
+    yield from (_attention(head_dim, group, dtype, large) for group in groups)
+    if small != large:
+        yield _attention(head_dim, most, dtype, small)
+    yield _attention(head_dim, 1, torch.float16, large)
+    yield _attention(head_dim, 1, dtype, large, bias=True)
+    if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
+        yield _attention(head_dim, 1, dtype, large, e4m3=True)
+        # The variants that take the most registers.
+        if head_dim == 64:
+            yield _attention(head_dim, 1, dtype, large, bias=True, e4m3=True)
+        if head_dim >= 128:
+            yield _attention(head_dim, most, dtype, large, prefix=True, e4m3=True)
+    yield from (_attention(head_dim, group, dtype, large, prefix=True) for group in groups)
+    if small != large:
+        yield _attention(head_dim, most, dtype, small, prefix=True)
+    for group in dict.fromkeys((groups[0], most)):
+        yield _attention(head_dim, group, dtype, large, paged=True)
+    if small != large:
+        yield _attention(head_dim, most, dtype, small, paged=True)
+    if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
+        yield _attention(head_dim, most, dtype, large, paged=True, e4m3=True)
+    for shape in dict.fromkeys(tile_shapes(head_dim, LEAST_TILED)):
+        for kv8 in (1, 2):
+            yield _attention(head_dim, most, dtype, shape, paged=True, kv8=kv8)
+            yield _attention(head_dim, 1, torch.float16, shape, paged=True, kv8=kv8)
+    if (hopper := hopper_shape(head_dim, capability)) is not None:
+        for flags in ({}, {"prefix": True}, {"paged": True}):
+            yield from (_attention_hopper(head_dim, group, dtype, hopper, **flags) for group in groups)
+            yield _attention_hopper(head_dim, 1, torch.float16, hopper, **flags)
+            yield _attention_hopper(head_dim, most, dtype, hopper, **flags, e4m3=True)
+
+
 def _attention(head_dim: int, group: int, dtype: torch.dtype, shape: TileShape, kv8: int = 0, **flags: bool) -> Variant:
     """`flags`: those of `attention_defines`."""
     label = f"head_dim {head_dim}, {group} query head{'s' * (group > 1)} a key head, {shape.block_m} rows"
@@ -274,6 +264,26 @@ def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool 
     shape = (DECODE_SHAPES_8 if kv8 else DECODE_SHAPES)[head_dim]
     defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8)
     return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim))
+
+
+def _products_on_hopper() -> Iterator[Variant]:
+    for followed_by in FOLLOWED_BY:
+        if followed_by == "swiglu in e4m3":
+            yield _gemm_hopper(2, followed_by, WIDEST)
+            continue
+        yield from (_gemm_hopper(0, followed_by, block_n) for block_n in BLOCKS_N)
+        yield _gemm_hopper(3, followed_by, WIDEST)
+    yield _gemm_hopper(1, "swiglu", WIDEST)
+    yield _gemm_hopper(2, "residual", WIDEST)
+    for (n, k), (followed_by, norm) in _PRODUCTS.items():
+        yield _few_rows(n, k, 16, norm, followed_by)
+        yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64, 96))
+        of_e4m3: FollowedBy = "swiglu in e4m3" if followed_by == "swiglu" else followed_by
+        yield from (_gemm_skinny(n, k, rows, of_e4m3, 2) for rows in (8, 64, 256))
+        yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
+        for form in (Form(128), Form(64, beside="zeros")):
+            yield _few_rows(n, k, 16, norm, followed_by, form)
+        yield from (_gemm_skinny(n, k, rows, followed_by, 4, form) for form in _FORMS for rows in (64, 128))
 
 
 def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int) -> Variant:
