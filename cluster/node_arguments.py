@@ -51,7 +51,7 @@ def ray_arguments(
 
 def object_store_bytes(node: Node, gib: float | None) -> int:
     """The size of Ray's object store. Ray's default, 30 % of the host's memory, would take memory from models on a GPU that
-    shares it. Raises: ClusterError.
+    shares the host's memory. Raises: ClusterError.
     """
     if gib is None:
         return max(_LEAST_STORE, min(2 * GIB, node.ram_bytes // 10))
@@ -98,8 +98,8 @@ def memory_monitor(node: Node) -> dict[str, str]:
     """Ray's threshold for killing replicas, on a GPU that shares the host's memory. Ray's default of 95 % is less than models may
     use.
 
-    The threshold is reached when three quarters of the reserve are used. It is necessary, because the kernel kills no process for
-    memory that the GPU holds, so the machine would hang.
+    The threshold is reached when three quarters of the reserve are used. Without the threshold the machine would hang, because
+    the kernel kills no process for memory that the GPU holds.
     """
     if not node.cards or not node.cards[0].unified:
         return {}

@@ -19,8 +19,9 @@ _CHOICES = 300_000
 class Share:
     """A pool: the share of a card that one replica takes, in ten-thousandths; more than `WHOLE` means whole cards.
 
-    `required` of the `replicas` start first. A pool that `sleeps` has none of them, and its first replica must also find a card.
-    `most_on_node` is None if the number on a node has no limit. `nodes` are the indices of the nodes that may have a replica.
+    `required` of the `replicas` start first. A pool that `sleeps` has no required replica, but its first replica must also find a
+    card. `most_on_node` is None if the number on a node has no limit. `nodes` are the indices of the nodes that may have a
+    replica.
     """
 
     share: int
@@ -78,7 +79,7 @@ def _strands(pools: Sequence[Share], cards: Sequence[int], chance: random.Random
 
 
 def _without(free: tuple[int, ...], share: int) -> tuple[int, ...] | None:
-    """The free shares of a node's cards, in order, after one replica more. None if it does not fit."""
+    """The free shares of a node's cards, in order, after one replica more. None if the replica does not fit."""
     if share > WHOLE:
         number = share // WHOLE
         return None if free.count(WHOLE) < number else (*(0,) * number, *free[: len(free) - number])

@@ -56,7 +56,7 @@ class EmbedOptions:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-WHOLE = EmbedOptions()  # a whole, normalised vector
+WHOLE = EmbedOptions()  # asks for a whole, normalised vector
 
 
 # The largest temperature, penalty and bias. Far larger ones make a logit infinite.

@@ -97,7 +97,7 @@ def _runs(slices: list[Slice]) -> Iterator[tuple[Slice, int, int]]:
 
 
 def _own(array: NDArray[Any]) -> NDArray[Any]:
-    """The array, or a contiguous copy if the array is a small part of a larger one, which it would keep alive."""
+    """The array, contiguous. A small part of a larger array is copied, because a view would keep the larger array alive."""
     whole = array.base
     if isinstance(whole, np.ndarray) and whole.nbytes > 2 * array.nbytes:
         return array.copy()

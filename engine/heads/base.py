@@ -18,12 +18,12 @@ from engine.run.flight import Ragged, Vectors
 class VectorHead(ABC):
     """Gives one vector per sequence."""
 
-    reads_pooled_rows: bool  # reads only the rows `batch.pooled_rows`, so the last layer computes no others
+    reads_pooled_rows: bool  # reads only the rows `batch.pooled_rows`, so the last layer computes only these rows
     is_wide: ClassVar[bool] = False  # vectors as wide as the vocabulary
 
     @abstractmethod
     def __call__(self, hidden: Tensor, batch: PackedBatch, pooled_only: bool = False) -> Tensor:
-        """Returns the vectors, cut to their dimensions (zeros follow) and normalised if the request asks for it.
+        """Returns the vectors, cut to their dimensions (zeros follow) and normalised if the request asks for normalised vectors.
 
         Args:
             hidden: [T, hidden_size]; with `pooled_only` only the rows `batch.pooled_rows`, [B, hidden_size].
@@ -35,7 +35,7 @@ class OutputHead(ABC):
     """Gives an output that a request may ask for besides its vector."""
 
     width: int = 0  # fp32 values for each token of a pass
-    takes_spans: ClassVar[bool] = False  # a row is of a span, not of a token; a CUDA graph cannot vary the number of rows
+    takes_spans: ClassVar[bool] = False  # a row belongs to a span, not to a token; a CUDA graph cannot vary the number of rows
 
     @abstractmethod
     def __call__(self, hidden: Tensor, vectors: Tensor, batch: PackedBatch) -> Tensor:

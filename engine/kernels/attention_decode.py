@@ -13,10 +13,10 @@ from engine.kernels import reference
 from engine.kernels.cache8 import Cache8, macro
 from engine.kernels.launch import Kernel, half, runs_on
 
-PAGE = 128  # tokens, as csrc has it
+PAGE = 128  # tokens; the sources of the kernels have the same number
 # The most parts of one sequence. The block that adds them up has a factor for each part and query head in shared memory.
 MOST_PARTS = 256
-# A sequence of up to so many pages is one part, because adding up two parts takes longer than to read a few more pages.
+# A sequence of at most this number of pages is one part: adding up two parts takes longer than reading a few more pages.
 _WHOLE_PAGES = 3
 _EXTRA_BYTES = 1024  # shared memory beside the rings
 

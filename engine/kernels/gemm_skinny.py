@@ -21,7 +21,7 @@ from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.packed import Packed
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
-# Up to so many rows of x this kernel is faster than all others, if it has a shape for W.
+# For at most this number of rows of x, this kernel is faster than all others if it has a shape for W.
 MOST_ROWS = {torch.bfloat16: 128, torch.float8_e4m3fn: 256, torch.int8: 512}
 _TILE = 128  # the most rows of x that a block multiplies
 _MOST_BOX_ROWS, _MOST_BLOCK_N = 256, 320

@@ -61,7 +61,7 @@ class Results(NamedTuple):
     exact: Tensor
 
 
-_OTHER_FORMS = (Form(16, is_float=True), Form(32, 5, "mins"), Form(16, 6), Form(32, 8))  # than that of int4
+_OTHER_FORMS = (Form(16, is_float=True), Form(32, 5, "mins"), Form(16, 6), Form(32, 8))  # besides int4's form
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}  # of keys and values in 8 bits
 
 

@@ -62,7 +62,7 @@ def innocence(stream: Stream) -> Callable[[], bool]:
 
 
 def settled(stream: Stream) -> Callable[[], bool]:
-    """Whether a stream has got so many tokens since now that it does not become a suspect if its present replica dies."""
+    """Whether a stream has got `_SETTLED_TOKENS` tokens since now. Then it is no suspect if its present replica dies."""
     enough = stream.num_answered + _SETTLED_TOKENS
     return lambda: stream.num_answered >= enough
 

@@ -304,7 +304,7 @@ class Generation:
         return Delta(answer.index, text, None, reason, stopped, result.end)
 
     def _begin(self, stream: Stream) -> None:
-        """Notes the first delta of the request, which is of this stream."""
+        """Notes the first delta of the request. The delta belongs to this stream."""
         assert self._until_first is not None, "the caller has checked it"
         metrics = self._service.metrics
         metrics.queue_seconds.observe(stream.queue_s)

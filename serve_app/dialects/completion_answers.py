@@ -51,7 +51,7 @@ class CompletionAnswers(Answers):
             return prompt
         ids = self._generation.prompts[number]
         text = self._prompts.decode(ids)
-        if text.endswith("\ufffd"):  # maybe a part of a character, which is in the answer's text
+        if text.endswith("\ufffd"):  # maybe a part of a character; the answer's text then has the whole character
             text = "".join(map(self._prompts.detokenizer(ids[:0], skip_special_tokens=False).push, ids.tolist()))
         return text
 

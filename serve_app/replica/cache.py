@@ -25,7 +25,7 @@ class CachedModel:
 
     The token ids, the options and the API key's name identify an entry. Without the name, the time of an answer would show a key
     what other keys have sent. A replica has one model. Only the event loop calls the cache, so it needs no lock. A cached vector
-    is exactly the vector of an earlier pass. Computed again in another batch, it may differ by rounding.
+    is exactly the vector of an earlier pass. A vector that is computed again in another batch may differ by rounding.
     """
 
     def __init__(self, model: ServedModel, max_bytes: int, metrics: Metrics, shared: bool = False) -> None:

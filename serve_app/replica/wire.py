@@ -208,7 +208,7 @@ class _Connection(FrameProtocol):
 
 
 def listening_host() -> str | None:
-    """The address on which a replica listens for gateways. None if Ray encrypts its connections, because wires do not."""
+    """The address on which a replica listens for gateways. None if Ray encrypts its connections: wires are not encrypted."""
     if os.environ.get("RAY_USE_TLS", "0") == "1":
         return None
     return "127.0.0.1" if ALONE_VARIABLE in os.environ else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
