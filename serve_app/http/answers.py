@@ -1,291 +1,188 @@
 """JSON schemas of the responses, for the OpenAPI document."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-FLOATS = {"type": "array", "items": {"type": "number"}}
-VECTORS = {"type": "array", "items": FLOATS}
-OPENAI_LIST = {
-    "type": "object",
-    "required": ["object", "data", "model", "usage"],
-    "properties": {
-        "object": {"type": "string", "enum": ["list"]},
-        "data": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["object", "embedding", "index"],
-                "properties": {
-                    "object": {"type": "string", "enum": ["embedding"]},
-                    "embedding": {"anyOf": [FLOATS, {"type": "string", "description": "base64"}]},
-                    "index": {"type": "integer"},
-                    "chunk": {
-                        "type": "object",
-                        "required": ["index", "start", "end"],
-                        "properties": {name: {"type": "integer"} for name in ("index", "start", "end")},
-                    },
-                },
-            },
-        },
-        "model": {"type": "string"},
-        "usage": {
-            "type": "object",
-            "required": ["prompt_tokens", "total_tokens"],
-            "properties": {"prompt_tokens": {"type": "integer"}, "total_tokens": {"type": "integer"}},
-        },
-    },
-}
-USAGE = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"],
-    "properties": {
-        "prompt_tokens": {"type": "integer"},
-        "completion_tokens": {"type": "integer"},
-        "total_tokens": {"type": "integer"},
-        "prompt_tokens_details": {"type": "object", "properties": {"cached_tokens": {"type": "integer"}}},
-    },
-}
+Schema = dict[str, Any]
+
+_STRING, _NUMBER, _INTEGER, _BOOLEAN, _OBJECT = ({"type": kind} for kind in ("string", "number", "integer", "boolean", "object"))
 
 
-def _generated(kind: str, **choice: Any) -> dict[str, Any]:
-    properties = {
-        "index": {"type": "integer"},
-        "logprobs": {"type": "object", "nullable": True},
-        "finish_reason": {"type": "string", "enum": ["stop", "length"]},
-        "stop_reason": {"anyOf": [{"type": "string"}, {"type": "integer"}], "nullable": True},
-    } | choice
-    return {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"type": "string", "enum": [kind]},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {"type": "array", "items": {"type": "object", "required": list(properties), "properties": properties}},
-            "usage": USAGE,
-        },
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _enum(*values: str) -> Schema:
+    return {"type": "string", "enum": list(values)}
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"type": schema["type"], "nullable": True, **schema}
+
+
+def _object(properties: Mapping[str, Schema], required: Sequence[str] | None = None) -> Schema:
+    """`required` None: all of the properties."""
+    return {"type": "object", "required": list(properties if required is None else required), "properties": properties}
+
+
+def _optional(**properties: Schema) -> Schema:
+    """An object whose properties may all be missing."""
+    return {"type": "object", "properties": properties}
+
+
+FLOATS = _list(_NUMBER)
+VECTORS = _list(FLOATS)
+_EMBEDDING = {
+    "object": _enum("embedding"),
+    "embedding": {"anyOf": [FLOATS, {"type": "string", "description": "base64"}]},
+    "index": _INTEGER,
+    "chunk": _object(dict.fromkeys(("index", "start", "end"), _INTEGER)),
+}
+OPENAI_LIST = _object(
+    {
+        "object": _enum("list"),
+        "data": _list(_object(_EMBEDDING, ("object", "embedding", "index"))),
+        "model": _STRING,
+        "usage": _object(dict.fromkeys(("prompt_tokens", "total_tokens"), _INTEGER)),
     }
-
-
-COMPLETION = _generated("text_completion", text={"type": "string"})
-CHAT = _generated(
-    "chat.completion",
-    message={
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"type": "string", "enum": ["assistant"]}, "content": {"type": "string"}},
-    },
 )
-_VALUE = {"anyOf": [{"type": "string"}, {"type": "boolean"}]}
+USAGE = _object(
+    dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), _INTEGER)
+    | {"prompt_tokens_details": _optional(cached_tokens=_INTEGER)}
+)
 
 
-def _decided(kind: str, **fields: Any) -> dict[str, Any]:
-    properties = {"type": {"type": "string", "enum": [kind]}, "name": {"type": "string", "nullable": True}} | fields
-    return {"type": "object", "required": list(properties), "properties": properties}
+def _generated(kind: str, **choice: Schema) -> Schema:
+    properties = {
+        "index": _INTEGER,
+        "logprobs": _nullable(_OBJECT),
+        "finish_reason": _enum("stop", "length"),
+        "stop_reason": {"anyOf": [_STRING, _INTEGER], "nullable": True},
+    } | choice
+    return _object(
+        {
+            "id": _STRING,
+            "object": _enum(kind),
+            "created": _INTEGER,
+            "model": _STRING,
+            "choices": _list(_object(properties)),
+            "usage": USAGE,
+        }
+    )
 
 
-def _probabilities(**fields: Any) -> dict[str, Any]:
-    properties = fields | {"probability": {"type": "number"}}
-    return {"type": "array", "items": {"type": "object", "required": list(properties), "properties": properties}}
+COMPLETION = _generated("text_completion", text=_STRING)
+CHAT = _generated("chat.completion", message=_object({"role": _enum("assistant"), "content": _STRING}))
+_VALUE = {"anyOf": [_STRING, _BOOLEAN]}
 
 
-DECISIONS = {
-    "type": "object",
-    "required": ["model", "answers", "usage"],
-    "properties": {
-        "model": {"type": "string"},
-        "answers": {
-            "type": "array",
-            "items": {
-                "anyOf": [
-                    _decided("predicate", probability={"type": "number"}),
-                    _decided("choice", choice=_VALUE, probabilities=_probabilities(value=_VALUE), confidence={"type": "number"}),
-                    _decided(
-                        "score",
-                        score={"type": "number"},
-                        probabilities=_probabilities(value={"type": "integer"}, label={"type": "string"}),
-                        confidence={"type": "number"},
-                    ),
-                ]
-            },
-        },
-        "usage": {
-            "type": "object",
-            "required": ["input_tokens", "input_tokens_details", "output_tokens", "output_tokens_details", "total_tokens"],
-            "properties": {
-                "input_tokens": {"type": "integer"},
-                "input_tokens_details": {"type": "object"},
-                "output_tokens": {"type": "integer"},
-                "output_tokens_details": {"type": "object"},
-                "total_tokens": {"type": "integer"},
-            },
-        },
-    },
+def _decided(kind: str, **fields: Schema) -> Schema:
+    return _object({"type": _enum(kind), "name": _nullable(_STRING)} | fields)
+
+
+def _probabilities(**fields: Schema) -> Schema:
+    return _list(_object(fields | {"probability": _NUMBER}))
+
+
+_DECISION = {
+    "anyOf": [
+        _decided("predicate", probability=_NUMBER),
+        _decided("choice", choice=_VALUE, probabilities=_probabilities(value=_VALUE), confidence=_NUMBER),
+        _decided("score", score=_NUMBER, probabilities=_probabilities(value=_INTEGER, label=_STRING), confidence=_NUMBER),
+    ]
 }
-TOKENS = {
-    "type": "array",
-    "items": {
-        "type": "array",
-        "items": {
-            "type": "object",
-            "required": ["id", "text", "special", "start", "stop"],
-            "properties": {
-                "id": {"type": "integer"},
-                "text": {"type": "string"},
-                "special": {"type": "boolean"},
-                "start": {"type": "integer", "nullable": True},
-                "stop": {"type": "integer", "nullable": True},
-            },
-        },
-    },
+DECISIONS = _object(
+    {
+        "model": _STRING,
+        "answers": _list(_DECISION),
+        "usage": _object(
+            {
+                "input_tokens": _INTEGER,
+                "input_tokens_details": _OBJECT,
+                "output_tokens": _INTEGER,
+                "output_tokens_details": _OBJECT,
+                "total_tokens": _INTEGER,
+            }
+        ),
+    }
+)
+_TOKEN = {
+    "id": _INTEGER,
+    "text": _STRING,
+    "special": _BOOLEAN,
+    "start": _nullable(_INTEGER),
+    "stop": _nullable(_INTEGER),
 }
-PROMPT_TOKENS = {
-    "type": "object",
-    "required": ["count", "max_model_len", "tokens", "token_strs"],
-    "properties": {
-        "count": {"type": "integer"},
-        "max_model_len": {"type": "integer"},
-        "tokens": {"type": "array", "items": {"type": "integer"}},
-        "token_strs": {"type": "array", "nullable": True, "items": {"type": "string", "nullable": True}},
-    },
-}
+TOKENS = _list(_list(_object(_TOKEN)))
+PROMPT_TOKENS = _object(
+    {
+        "count": _INTEGER,
+        "max_model_len": _INTEGER,
+        "tokens": _list(_INTEGER),
+        "token_strs": _nullable(_list(_nullable(_STRING))),
+    }
+)
 TOKENIZED = {"anyOf": [TOKENS, PROMPT_TOKENS]}
-PROMPT = {"type": "object", "required": ["prompt"], "properties": {"prompt": {"type": "string"}}}
-TOKENIZER_INFO = {
-    "type": "object",
-    "required": ["tokenizer_class", "bos_token", "eos_token", "pad_token", "chat_template"],
-    "properties": {
-        "tokenizer_class": {"type": "string"},
-        **{name: {"type": "string", "nullable": True} for name in ("bos_token", "eos_token", "pad_token", "chat_template")},
+PROMPT = _object({"prompt": _STRING})
+TOKENIZER_INFO = _object(
+    {"tokenizer_class": _STRING} | dict.fromkeys(("bos_token", "eos_token", "pad_token", "chat_template"), _nullable(_STRING))
+)
+_POOL = {"name": _STRING, "node_class": _STRING, "dtypes": _list(_STRING), "revisions": _list(_STRING)}
+INFO = _object(
+    {
+        "model_id": _STRING,
+        "model_sha": _nullable(_STRING),
+        "model_dtype": _STRING,
+        "dtype_closeness": _nullable(_optional(model=_STRING, mean_cosine=_NUMBER, top_10_overlap=_NUMBER)),
+        "served_model_name": _STRING,
+        "model_type": _OBJECT,
+        "max_concurrent_requests": _INTEGER,
+        "max_input_length": _INTEGER,
+        "max_batch_tokens": _INTEGER,
+        "max_client_batch_size": _INTEGER,
+        "auto_truncate": _BOOLEAN,
+        "tokenization_workers": _INTEGER,
+        "version": _STRING,
+        "pools": _list(_object(_POOL)),
     },
-}
-INFO = {
-    "type": "object",
-    "required": ["model_id", "model_type", "max_input_length", "max_client_batch_size"],
-    "properties": {
-        "model_id": {"type": "string"},
-        "model_sha": {"type": "string", "nullable": True},
-        "model_dtype": {"type": "string"},
-        "dtype_closeness": {
-            "type": "object",
-            "nullable": True,
-            "properties": {
-                "model": {"type": "string"},
-                "mean_cosine": {"type": "number"},
-                "top_10_overlap": {"type": "number"},
-            },
-        },
-        "served_model_name": {"type": "string"},
-        "model_type": {"type": "object"},
-        "max_concurrent_requests": {"type": "integer"},
-        "max_input_length": {"type": "integer"},
-        "max_batch_tokens": {"type": "integer"},
-        "max_client_batch_size": {"type": "integer"},
-        "auto_truncate": {"type": "boolean"},
-        "tokenization_workers": {"type": "integer"},
-        "version": {"type": "string"},
-        "pools": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["name", "node_class", "dtypes", "revisions"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "node_class": {"type": "string"},
-                    "dtypes": {"type": "array", "items": {"type": "string"}},
-                    "revisions": {"type": "array", "items": {"type": "string"}},
-                },
-            },
-        },
+    ("model_id", "model_type", "max_input_length", "max_client_batch_size"),
+)
+MODELS = _object(
+    {"object": _enum("list"), "data": _list(_OBJECT | {"required": ["id", "object", "created", "owned_by"]})},
+)
+COHERE_EMBEDDINGS = _object(
+    {
+        "response_type": _enum("embeddings_floats", "embeddings_by_type"),
+        "id": _STRING,
+        "embeddings": {"anyOf": [VECTORS, _OBJECT]},
+        "texts": _list(_STRING),
+        "meta": _OBJECT,
     },
-}
-MODELS = {
-    "type": "object",
-    "required": ["object", "data"],
-    "properties": {
-        "object": {"type": "string", "enum": ["list"]},
-        "data": {
-            "type": "array",
-            "items": {"type": "object", "required": ["id", "object", "created", "owned_by"]},
-        },
-    },
-}
-COHERE_EMBEDDINGS = {
-    "type": "object",
-    "required": ["response_type", "id", "embeddings", "meta"],
-    "properties": {
-        "response_type": {"type": "string", "enum": ["embeddings_floats", "embeddings_by_type"]},
-        "id": {"type": "string"},
-        "embeddings": {"anyOf": [VECTORS, {"type": "object"}]},
-        "texts": {"type": "array", "items": {"type": "string"}},
-        "meta": {"type": "object"},
-    },
-}
+    ("response_type", "id", "embeddings", "meta"),
+)
 
-CHUNKS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["start", "end", "embedding"],
-        "properties": {"start": {"type": "integer"}, "end": {"type": "integer"}, "embedding": FLOATS},
+CHUNKS = _list(_object({"start": _INTEGER, "end": _INTEGER, "embedding": FLOATS}))
+SPARSE = _list(_object({"index": _INTEGER, "value": _NUMBER}))
+EMBEDDED = {"anyOf": [VECTORS, _list(CHUNKS)]}
+SPARSE_LIST = _list(SPARSE)
+TOKEN_VECTORS = _list(VECTORS)
+HYBRID = _list(_optional(dense=FLOATS, sparse=SPARSE, colbert=VECTORS))
+RANKS = _list(_object({"index": _INTEGER, "score": _NUMBER, "text": _STRING}, ("index", "score")))
+_RANK = {"index": _INTEGER, "relevance_score": _NUMBER, "document": _optional(text=_STRING)}
+COHERE_RANKS = _object(
+    {
+        "id": _STRING,
+        "model": _STRING,
+        "results": _list(_object(_RANK, ("index", "relevance_score"))),
+        "usage": _OBJECT,
+        "meta": _OBJECT,
     },
-}
-SPARSE = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["index", "value"],
-        "properties": {"index": {"type": "integer"}, "value": {"type": "number"}},
-    },
-}
-EMBEDDED = {"anyOf": [VECTORS, {"type": "array", "items": CHUNKS}]}
-SPARSE_LIST = {"type": "array", "items": SPARSE}
-TOKEN_VECTORS = {"type": "array", "items": VECTORS}
-HYBRID = {
-    "type": "array",
-    "items": {"type": "object", "properties": {"dense": FLOATS, "sparse": SPARSE, "colbert": VECTORS}},
-}
-RANKS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["index", "score"],
-        "properties": {"index": {"type": "integer"}, "score": {"type": "number"}, "text": {"type": "string"}},
-    },
-}
-COHERE_RANKS = {
-    "type": "object",
-    "required": ["id", "results"],
-    "properties": {
-        "id": {"type": "string"},
-        "model": {"type": "string"},
-        "results": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["index", "relevance_score"],
-                "properties": {
-                    "index": {"type": "integer"},
-                    "relevance_score": {"type": "number"},
-                    "document": {"type": "object", "properties": {"text": {"type": "string"}}},
-                },
-            },
-        },
-        "usage": {"type": "object"},
-        "meta": {"type": "object"},
-    },
-}
-PREDICTIONS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["score", "label"],
-        "properties": {"score": {"type": "number"}, "label": {"type": "string"}},
-    },
-}
-PREDICTED = {"anyOf": [PREDICTIONS, {"type": "array", "items": PREDICTIONS}]}
+    ("id", "results"),
+)
+PREDICTIONS = _list(_object({"score": _NUMBER, "label": _STRING}))
+PREDICTED = {"anyOf": [PREDICTIONS, _list(PREDICTIONS)]}
 ANY_TASK = {"anyOf": [EMBEDDED, FLOATS, SPARSE_LIST, PREDICTED, RANKS]}
 
-TEXTS = {"type": "array", "items": {"type": "string"}}
+TEXTS = _list(_STRING)
 RERANKED = {"anyOf": [RANKS, COHERE_RANKS]}
-VERTEX = {"type": "object", "required": ["predictions"], "properties": {"predictions": {"type": "array", "items": {}}}}
+VERTEX = _object({"predictions": _list({})})
