@@ -216,7 +216,7 @@ def _kernel(
 
 
 def attention_decode_defines(
-    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool = False, kv8: int = 0
+    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool, kv8: int
 ) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,

@@ -170,7 +170,7 @@ def _weight_map(weight: Tensor | Packed, block_n: int) -> TensorMapDescriptor:
 
 
 def few_rows_defines(
-    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, form: Form | None = None
+    k: int, rows: int, shape: FewRowsShape, norm: bool, followed_by: FollowedBy, form: Form | None
 ) -> dict[str, int]:
     return {
         "K": k,

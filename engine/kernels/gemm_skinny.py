@@ -91,7 +91,7 @@ def padded(m: int, values: int | Form = 2) -> int:
     return max(8, 1 << (m - 1).bit_length())
 
 
-def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -> Iterator[tuple[float, SkinnyShape]]:
+def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form) -> Iterator[tuple[float, SkinnyShape]]:
     """Yields the possible shapes for W [n, k], each with nanoseconds to compare. `rows`: rows of x, `padded`."""
     columns = _columns(values)
     if k % columns or n % 16:

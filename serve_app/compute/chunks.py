@@ -43,7 +43,7 @@ async def embed_chunks(
     chunking: Chunking,
     encoding: EncodeOptions,
     options: EmbedOptions,
-    dtypes: Sequence[OutputDtype] = (),
+    dtypes: Sequence[OutputDtype],
 ) -> list[Chunks]:
     """The chunks of each text.
 

@@ -57,7 +57,7 @@ class ChatParser:
         is_reasoning: whether the text so far ends within the reasoning.
     """
 
-    def __init__(self, *, thinks: bool, is_reasoning: bool = False, new_call: Callable[[], CallReader] | None = None) -> None:
+    def __init__(self, *, thinks: bool, is_reasoning: bool = False, new_call: Callable[[], CallReader] | None) -> None:
         """
         Args:
             thinks: whether the model writes its reasoning between tags. If not, these tags are text.

@@ -20,7 +20,7 @@ from serve_app.observe.metrics import Metrics
 class PoolClient:
     """Sends requests to the replicas of one pool."""
 
-    def __init__(self, ref: PoolRef, kind: type[PoolLoad] = PoolLoad) -> None:
+    def __init__(self, ref: PoolRef, kind: type[PoolLoad]) -> None:
         self.ref = ref
         self.connection = PoolConnection(ref, kind)
         self.load = self.connection.load

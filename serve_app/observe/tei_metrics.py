@@ -97,7 +97,7 @@ class TeiMetrics:
         if len(self._pending_lengths) >= _MOST_PENDING_LENGTHS:
             self._flush()
 
-    def succeeded(self, method: str, num_inputs: int, seconds: Sequence[float], task: Task = "embed") -> None:
+    def succeeded(self, method: str, num_inputs: int, seconds: Sequence[float], task: Task) -> None:
         """Counts a finished request, and its inputs with the same times. `seconds`: request, tokenisation, queue, inference."""
         call = _call.get()
         if call is None or call.is_over:  # another request of the call has failed, and this one was counted with it
