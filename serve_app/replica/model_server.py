@@ -61,41 +61,39 @@ class EngineServer:
         try:
             self._start.at("download")
             spec = pinned(spec)
-            self._engine = self.load_engine(spec, num_threads)
+            engine = self._engine = self.load_engine(spec, num_threads)
         finally:
             self._start.end()
         self._metrics = Metrics(spec.name)
-        self._loop = EngineLoop(
-            self._engine,
-            self._engine.max_batch_tokens,
+        loop = self._loop = EngineLoop(
+            engine,
+            engine.max_batch_tokens,
             num_threads,
             self._metrics.observe_batch,
             self._metrics.splits.inc,
-            self._engine.max_batch_seqs,
+            engine.max_batch_seqs,
         )
-        loop = self._loop
-        engine = self._engine
         self._planned_bytes = engine.planned_bytes(spec.max_batch_tokens)
         self._metrics.watch_memory(str(engine.device), self._planned_bytes, lambda: engine.used_bytes)
         self._metrics.watch_queue(lambda: loop.queued_tokens, lambda: loop.queued_requests, lambda: loop.queued_inputs)
         info = ModelInfo.of(
-            self._engine.config,
+            engine.config,
             resolve_model(spec.model, weights=False),
             model_id=spec.model,
             served_model_name=spec.name,
             revision=spec.revision,
-            dtype=self._engine.dtype_name,
-            device=str(self._engine.device),
-            max_input_length=_context(self._engine),
-            max_batch_tokens=self._engine.max_batch_tokens,
+            dtype=engine.dtype_name,
+            device=str(engine.device),
+            max_input_length=_context(engine),
+            max_batch_tokens=engine.max_batch_tokens,
         )
-        self._model: ServedModel = LocalModel(info, self._engine.tokenizer, self._loop, self._collect, settings.request_timeout_s)
+        self._model: ServedModel = LocalModel(info, engine.tokenizer, loop, self._collect, settings.request_timeout_s)
         if settings.cache_bytes:
             self._model = CachedModel(self._model, settings.cache_bytes, self._metrics, settings.share_cache_between_keys)
-        if (pages := self._engine.pages) is not None:
-            self._model = LocalGenerator(info, self._engine, self._loop, self._model if info.embeds else None)
+        if (pages := engine.pages) is not None:
+            self._model = LocalGenerator(info, engine, loop, self._model if info.embeds else None)
             self._metrics.watch_kv_cache(lambda: pages.num_pages - pages.num_free, lambda: pages.num_pages)
-        self._health = Health(self._loop, canary_of(self._engine))
+        self._health = Health(loop, canary_of(engine))
         self._in_flight = InFlight.of_this_replica()
         self._node, self._card = _node_id(), card_of(engine.device)
         self._busy = BusyShare(loop)
