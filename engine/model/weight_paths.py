@@ -1,33 +1,37 @@
 """Finds the files of a folder that hold the model's weights. No torch here."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.model.keys import read_object
 
 
 def weight_paths(folder: Path) -> Iterable[Path]:
     """The files that hold a folder's weights. Raises: ModelError naming the missing or unreadable file."""
-    single = "model.safetensors" if has_safetensors(folder) else "pytorch_model.bin"
-    index = folder / f"{single}.index.json"
-    if not index.is_file():
-        if (gguf := only_gguf(folder)) is not None:
-            return [gguf]
-        if not (folder / single).is_file():
-            raise ModelError(
-                f"{folder} has no model.safetensors, no pytorch_model.bin and no GGUF file (other weight formats are never "
-                "loaded)"
-            )
-        return [folder / single]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{index} cannot be read: {error!r}") from error
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+    kind = "model.safetensors" if has_safetensors(folder) else "pytorch_model.bin"
+    single, index = folder / kind, folder / f"{kind}.index.json"
+    if single.is_file():  # the index may be of earlier shards; transformers does not read it either
+        return [single]
+    if index.is_file():
+        return _shards(index)
+    if (gguf := only_gguf(folder)) is not None:
+        return [gguf]
+    raise ModelError(
+        f"{folder} has no model.safetensors, no pytorch_model.bin and no GGUF file (other weight formats are never loaded)"
+    )
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names. Raises: ModelError if it names none, or a file that is not beside it."""
+    shards = read_object(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+        raise ModelError(f"{index} has no weight_map with the file of each tensor; download it again")
+    names = sorted(set(shards.values()))
+    missing = [name for name in names if Path(name).name != name or not (index.parent / name).is_file()]
     if missing:
         raise ModelError(f"{index} names shards that are not in the folder: {', '.join(missing)}")
-    return [folder / name for name in names]
+    return [index.parent / name for name in names]
 
 
 def only_gguf(folder: Path) -> Path | None:

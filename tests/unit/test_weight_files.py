@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from engine import Engine, ModelError
 from engine.model import weights
 from engine.model.families.transformers import Transformers
+from engine.model.weight_paths import weight_paths
 from engine.model.weights import Checkpoint
 
 Tiny = Callable[..., Path]
@@ -65,6 +66,29 @@ def test_safetensors_are_taken_where_both_are_there(tiny: Tiny, tmp_path: Path) 
     folder = shutil.copytree(tiny("bert"), tmp_path / "model")
     (folder / "pytorch_model.bin").write_bytes(b"not looked at")
     np.testing.assert_array_equal(vectors(folder), vectors(tiny("bert")))
+
+
+@pytest.mark.parametrize("as_shard", [None, "model-00001-of-00001.safetensors"], ids=["no shard", "another shard"])
+def test_one_file_is_taken_before_the_index_of_shards(tiny: Tiny, tmp_path: Path, as_shard: str | None) -> None:
+    """transformers reads the one file. A folder that was saved in shards before still has their index."""
+    folder = shutil.copytree(tiny("bert"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, as_shard or "model-00001-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    if as_shard is not None:
+        save_file({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, folder / as_shard)
+    np.testing.assert_array_equal(vectors(folder), vectors(tiny("bert")))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[], {}, {"weight_map": ["model.safetensors"]}, {"weight_map": {"a": 1}}, {"weight_map": {"a": None, "b": "c"}}],
+)
+def test_an_index_that_names_no_files_is_named(tmp_path: Path, index: Any) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=path.name):
+        weight_paths(tmp_path)
 
 
 def test_integer_buffers_and_tied_tensors_are_accounted_for(as_pytorch: Callable[..., Path]) -> None:
