@@ -64,6 +64,7 @@ def load_model_config(
     if keys.architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
         # config.json names only the body, but the weights contain a head. The model card's code loads it with one label.
         keys = Keys(path, keys.values | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
+    keys.refuse("transformers_weights", (None, "model.safetensors"), "the weights must be in files of the usual names")
     prompts, own_default = _read_prompts(folder)
     if default_prompt_name is not None:
         try:
@@ -93,6 +94,7 @@ def load_model_config(
             "others may run, slower, with --backend transformers"
         )
     _check_transformer_module(folder, config)
+    _check_cuts(folder, config)
     limit, lower_case = _read_transformer_module(folder, config.max_position_embeddings or max_input_tokens)
     lexical, colbert_size = _read_token_layers(folder, config)
     return replace(
@@ -203,6 +205,15 @@ def _check_transformer_module(folder: Path, config: ModelConfig) -> None:
     Keys(module.path, modalities.mapping("text")).refuse("method_output_name", (*outputs, None), f"only {' or '.join(outputs)}")
 
 
+def _check_cuts(folder: Path, config: ModelConfig) -> None:
+    """Stop if sentence-transformers would cut each vector. Here only a request cuts vectors."""
+    keys = Keys.read(folder / "config_sentence_transformers.json")
+    if config.splade is not None:
+        keys.refuse("max_active_dims", (None,), "a sparse vector keeps all its entries; remove the key")
+    elif config.embeds and (keys.get("truncate_dim") is None or keys.number("truncate_dim") < config.embedding_size):
+        keys.refuse("truncate_dim", (None,), "a vector is cut by `dimensions` of its request; remove the key")
+
+
 def _check_neutral(keys: Keys, key: str, neutral: dict[str, tuple[Any, ...]]) -> None:
     """Stop if the settings under `key` are more than these values."""
     for name, value in keys.mapping(key).items():
@@ -225,7 +236,7 @@ def _read_prompts(folder: Path) -> tuple[dict[str, str], str | None]:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelError(f"{path}: prompts must map names to strings")
-    if default is not None and default not in prompts:
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise ModelError(f"{path}: default_prompt_name {default!r} is not one of the prompts {sorted(prompts)}")
     return prompts, None if default is None else prompts[default]
 

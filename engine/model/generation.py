@@ -1,5 +1,6 @@
 """Reads a folder's settings for generation: generation_config.json, and the keys of the head in config.json."""
 
+import sys
 from typing import Any
 
 from engine.errors import ModelError
@@ -38,6 +39,6 @@ def _number(keys: Keys, key: str, kind: type) -> Any:
     value = keys.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ModelError(f"{keys.path}: {key} is {value!r}, expected a number of 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        raise ModelError(f"{keys.path}: {key} is {value!r:.80}, expected a number of 0 or more")
     return kind(value)

@@ -5,6 +5,7 @@ authors meant.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.errors import ModelError
 from engine.model.config import DenseActivation, Pooling
 
 _ANYTHING = object()
+_TOO_MANY = 1 << 31  # no size of a network reaches this number
 
 
 def read_json(path: Path) -> Any:
@@ -61,22 +63,23 @@ class Keys:
         return self.values.get(key, default)
 
     def number(self, key: str, default: int | None = None, least: int = 1) -> Any:
-        """A whole number from `least` up, or `default` if the key is absent or null. JSON may write 3 as 3.0.
+        """A whole number from `least` up and below 2^31, or `default` if the key is absent or null. JSON may write 3 as 3.0.
 
         Raises: ModelError for any other value.
         """
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not float(value).is_integer() or value < least:
-            raise ModelError(f"{self.path}: {key} is {value!r}, expected a whole number of {least} or more")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value < _TOO_MANY or not float(value).is_integer():
+            raise ModelError(f"{self.path}: {key} is {value!r:.80}, expected a whole number of {least} or more, below 2^31")
         return int(value)
 
     def real(self, key: str, default: float | None = None) -> Any:
         """A positive number, or `default` if the key is absent or null. Raises: ModelError for any other value."""
         value = self.values.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ModelError(f"{self.path}: {key} is {value!r}, expected a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise ModelError(f"{self.path}: {key} is {value!r:.80}, expected a positive number")
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
@@ -186,9 +189,7 @@ def read_shape(
 
 def is_causal(keys: Keys) -> bool:
     """Whether a decoder is causal. It is causal unless the file says otherwise. There are two spellings of the key."""
-    if keys.get("use_bidirectional_attention"):
-        return False
-    return keys.get("is_causal", True) is not False
+    return not keys.get("use_bidirectional_attention") and bool(keys.get("is_causal", True))
 
 
 # transformers' names for layers that see the whole sequence, and for layers with a window.
@@ -261,7 +262,7 @@ _ACTIVATIONS: dict[str, DenseActivation] = {"gelu": "GELU", "relu": "ReLU", "sil
 def head_activation(keys: Keys, key: str, default: str) -> DenseActivation:
     """A head's activation, by transformers' name for it."""
     name = keys.get(key) or default
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelError(f"{keys.path}: {key} = {name!r} is not supported (one of {', '.join(_ACTIVATIONS)})")
     return _ACTIVATIONS[name]
 

@@ -18,6 +18,8 @@ from engine.model.config import Pooling
 from engine.model.decoder import DecoderConfig
 from engine.model.families.gemma3 import Gemma3Config
 from engine.model.folder import load_model_config
+from engine.model.generation import read_generation
+from engine.model.keys import Keys
 from engine.revision import MODEL_FILES, OTHER_FILES
 
 Tiny = Callable[..., Path]
@@ -50,6 +52,10 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("bert", {"hidden_size": 0}, "hidden_size is 0"),
         ("bert", {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a whole number of 1 or more"),
         ("bert", {"vocab_size": float("inf")}, "vocab_size is inf"),
+        ("bert", {"vocab_size": 10**400}, "vocab_size is 1000"),
+        ("bert", {"layer_norm_eps": float("nan")}, "layer_norm_eps is nan, expected a positive number"),
+        ("bert", {"layer_norm_eps": 10**400}, "layer_norm_eps is 1000"),
+        ("bert", {"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors' is not supported"),
         ("bert", {"architectures": "BertModel"}, "architectures is 'BertModel', expected a list"),
         ("bert", {"num_attention_heads": 5}, "hidden_size = 64 is not a multiple of num_attention_heads = 5"),
         ("bert", {"vocab_size": "DELETE"}, "vocab_size is None"),
@@ -75,6 +81,8 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size = 3"),
         ("deberta", {"pos_att_type": "c2p"}, "pos_att_type = 'c2p'"),
         ("deberta", {"pos_att_type": None}, "pos_att_type = None"),
+        ("deberta", {"pos_att_type": [False, "p2c"]}, "pos_att_type = [False, 'p2c']"),
+        ("deberta", {"max_relative_positions": "48"}, "max_relative_positions is '48'"),
         ("deberta", {"embedding_size": 32}, "embedding_size = 32"),
         ("deberta", {"attention_head_size": 32}, "attention_head_size = 32"),
         ("deberta", {"position_buckets": -1}, "position_buckets is -1"),
@@ -98,6 +106,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("gemma3", {"attention_bias": True}, "attention_bias"),
         ("gemma3", {"hidden_activation": "silu"}, "hidden_activation = 'silu' is not supported (only the tanh form of GeLU)"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("gemma3", {"is_causal": None}, "is_causal = None"),
         ("gemma3", {"is_causal": False}, "is_causal = False is not supported (Gemma says use_bidirectional_attention)"),
         (
             "gemma3",
@@ -176,6 +185,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
             {"pooler_hidden_act": "gelu_new"},
             "pooler_hidden_act = 'gelu_new' is not supported (one of gelu,",
         ),
+        ("deberta_classifier", {"pooler_hidden_act": ["gelu"]}, "pooler_hidden_act = ['gelu']"),
         ("deberta_classifier", {"pooler_hidden_size": 32}, "pooler_hidden_size = 32"),
         (
             "modernbert_classifier",
@@ -396,8 +406,17 @@ def test_nomics_padded_vocabulary_is_counted(copy: Callable[..., Path]) -> None:
 def test_causality_follows_the_checkpoint(copy: Callable[..., Path]) -> None:
     folder = copy("qwen3")
     assert load_model_config(folder).causal
-    edit(folder / "config.json", {"is_causal": False})
-    assert not load_model_config(folder).causal
+    for bidirectional in (False, None, 0):  # the values that are false in transformers
+        edit(folder / "config.json", {"is_causal": bidirectional})
+        assert not load_model_config(folder).causal
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_k", "max_new_tokens"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), pytest.param(10**400, id="huge"), True, "1"])
+def test_a_setting_for_generation_that_is_no_number_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    path = tmp_path / "generation_config.json"
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {key} is .*, expected a number of 0 or more"):
+        read_generation(Keys(tmp_path / "config.json", {}), Keys(path, {key: value}))
 
 
 def test_gemma3_is_the_same_in_the_hubs_spelling(copy: Callable[..., Path]) -> None:
@@ -474,6 +493,40 @@ def test_pooling_is_read_overridden_or_asked_for(copy: Callable[..., Path]) -> N
         load_model_config(folder)
     pooling.unlink()
     with pytest.raises(ModelError, match="--pooling"):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling", "settings", "message"),
+    [
+        ("bert", None, {"truncate_dim": 16}, "truncate_dim = 16 is not supported (a vector is cut by `dimensions`"),
+        ("bert", None, {"truncate_dim": "16"}, "truncate_dim is '16'"),
+        ("bert_lm", "splade", {"max_active_dims": 8}, "max_active_dims = 8 is not supported (a sparse vector keeps all"),
+    ],
+)
+def test_sentence_transformers_cuts_are_refused(
+    copy: Callable[..., Path], kind: str, pooling: Pooling | None, settings: dict[str, Any], message: str
+) -> None:
+    folder = copy(kind)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"config_sentence_transformers\.json") as caught:
+        load_model_config(folder, pooling)
+    assert message in str(caught.value)
+
+
+def test_cuts_that_change_no_vector_are_fine(copy: Callable[..., Path]) -> None:
+    for kind, settings in (("bert", {"truncate_dim": 64, "max_active_dims": 8}), ("bert_classifier", {"truncate_dim": 16})):
+        folder = copy(kind)
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings | {"truncate_dim": None}))
+        expected = load_model_config(folder)
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        assert load_model_config(folder) == expected
+
+
+def test_a_default_prompt_that_is_no_name_is_named(copy: Callable[..., Path]) -> None:
+    folder = copy("bert")
+    (folder / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q "}, "default_prompt_name": ["query"]}')
+    with pytest.raises(ModelError, match=r"default_prompt_name \['query'\] is not one of the prompts \['query'\]"):
         load_model_config(folder)
 
 

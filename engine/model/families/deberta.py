@@ -57,14 +57,14 @@ class Deberta(Encoder):
         keys.refuse("position_biased_input", (False,), absent=True)
         keys.refuse("type_vocab_size", (0,))
         keys.refuse("conv_kernel_size", (0,))
-        kinds = keys.get("pos_att_type") or []
+        kinds = keys.get("pos_att_type")
         kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
-        if {kind.strip() for kind in kinds} != {"c2p", "p2c"}:
+        if not isinstance(kinds, list) or {str(kind).strip() for kind in kinds} != {"c2p", "p2c"}:
             raise ModelError(f"{keys.path}: pos_att_type = {keys.get('pos_att_type')!r} is not supported (only c2p and p2c)")
         shape = read_shape(keys, eps=1e-7)
         keys.refuse("embedding_size", (shape["hidden_size"],))
         keys.refuse("attention_head_size", (shape["head_dim"],))
-        buckets, furthest = keys.number("position_buckets"), keys.get("max_relative_positions") or -1
+        buckets, furthest = keys.number("position_buckets"), keys.number("max_relative_positions", -1, least=-1)
         furthest = furthest if furthest >= 1 else shape["max_position_embeddings"]
         if furthest - 1 <= buckets // 2:
             raise ModelError(f"{keys.path}: position_buckets = {buckets} are too many for {furthest} relative positions")

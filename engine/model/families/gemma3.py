@@ -37,7 +37,7 @@ class Gemma3(Decoder):
         keys.refuse("hidden_activation", ("gelu_pytorch_tanh",), "only the tanh form of GeLU")
         keys.refuse("attention_bias", (False, None), "Gemma's projections have no bias")
         keys.refuse("attn_logit_softcapping", (None,), "no published embedding model caps its scores")
-        keys.refuse("is_causal", (True, None), "Gemma says use_bidirectional_attention")
+        keys.refuse("is_causal", (True,), "Gemma says use_bidirectional_attention")
         causal = not keys.get("use_bidirectional_attention")
         pattern = keys.number("sliding_window_pattern", 6)
         sliding_window = keys.number("sliding_window", 4096)
