@@ -57,6 +57,11 @@ def load_model_config(
         trust_remote_code: whether transformers may run the folder's own code.
     Raises: ModelError naming the file, the key and a way out.
     """
+    if (adapter := folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{adapter}: adapters (LoRA) are not supported; merge the adapter into its model, for example with peft's "
+            "merge_and_unload, or remove the file if the weights already have it"
+        )
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")

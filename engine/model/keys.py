@@ -69,8 +69,12 @@ class Keys:
         """
         value = self.values.get(key)
         value = default if value is None else value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value < _TOO_MANY or not float(value).is_integer():
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not least <= value < _TOO_MANY
+            or not float(value).is_integer()
+        ):
             raise ModelError(f"{self.path}: {key} is {value!r:.80}, expected a whole number of {least} or more, below 2^31")
         return int(value)
 

@@ -709,6 +709,14 @@ def test_files_that_are_missing_or_broken_are_named(copy: Callable[..., Path], t
         Engine.load(sharded)
 
 
+def test_an_adapter_is_not_left_out(copy: Callable[..., Path]) -> None:
+    """sentence-transformers, and transformers with peft, would add it to the weights."""
+    folder = copy("bert")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match=r"adapter_config\.json: adapters \(LoRA\) are not supported; merge"):
+        load_model_config(folder)
+
+
 def test_weights_that_are_not_finite_stop_the_load(copy: Callable[..., Path]) -> None:
     folder = copy("bert")
     tensors = load_file(folder / "model.safetensors")
