@@ -107,7 +107,9 @@ class Tokenizer:
             return made
         except ModelError:
             raise
-        except Exception as error:  # tokenizers raises bare Exception
+        except BaseException as error:  # tokenizers raises bare Exception; a panic of its Rust code is not even that
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelError(f"{path} cannot be loaded: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:

@@ -239,6 +239,16 @@ def test_an_end_of_text_of_no_vocabulary_is_refused(tiny: Callable[..., Path], t
         Tokenizer.load(folder, load_model_config(folder))
 
 
+def test_a_template_with_a_token_that_it_does_not_define_is_refused(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """tokenizers panics at the first text."""
+    folder = shutil.copytree(tiny("bert"), tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["post_processor"]["single"][0]["SpecialToken"]["id"] = "[BOS]"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be loaded"):
+        Tokenizer.load(folder, load_model_config(folder))
+
+
 def test_truncation_of_one_request_does_not_touch_another(ours: Tokenizer) -> None:
     with pytest.raises(InvalidInput, match="Given: 402"):
         ours.encode(["word " * 400], EncodeOptions(truncate=False))
