@@ -22,6 +22,31 @@ class _Failed(ClusterError):
     """A replica does not start, or a new version is worse than the old one."""
 
 
+class _Serve:
+    """Serve, while it runs the config that this command has seen or deployed last.
+
+    Otherwise two commands at the same time would overwrite each other's configs, and the first one would wait for ever.
+    """
+
+    def __init__(self, client: ServeClient, running: Mapping[str, Any]) -> None:
+        self._client, self._running = client, running
+
+    def details(self) -> dict[str, Any]:
+        """Serve's own details. Raises: ClusterError if somebody else has changed the config."""
+        details = self._client.details()
+        if _by_name(running_config(details, self._running)) != _by_name(self._running):
+            raise ClusterError(
+                "another command has changed the deployment in the meantime, so this one ends; emberforge rollback --list shows "
+                "who applied what, and the same command, typed again, deploys this config"
+            )
+        return details
+
+    def deploy(self, config: Mapping[str, Any]) -> None:
+        """Raises: ClusterError."""
+        self._client.deploy(config)
+        self._running = config
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The changes of a deployment, line by line. No lines mean no changes.
@@ -31,6 +56,7 @@ class Difference:
     """
 
     lines: tuple[str, ...]
+    running: Mapping[str, Any]  # the config that Serve ran when the changes were computed
     ended: frozenset[str] = frozenset()
     trial: Trial | None = None
 
@@ -72,7 +98,7 @@ def difference(details: Mapping[str, Any], update: Update, history: History) -> 
     lines += _trial_lines(tried)
     target = config if tried is None else tried.beside
     gaps = interruptions(old, target, replicas=running_replicas(details), ended=ended, start_s=start_s)
-    return Difference((*lines, *gaps), ended, tried)
+    return Difference((*lines, *gaps), old, ended, tried)
 
 
 def _trial_lines(tried: Trial | None) -> Iterator[str]:
@@ -84,7 +110,7 @@ def _trial_lines(tried: Trial | None) -> Iterator[str]:
 
 
 def deploy(
-    serve: ServeClient,
+    client: ServeClient,
     history: History,
     config: Mapping[str, Any],
     todo: Difference,
@@ -100,10 +126,11 @@ def deploy(
         of: the number of the applied config to which a rollback returns.
         pause: waits before the next query of Serve.
     Raises: ClusterError with the reason if a replica does not start, or with the figures of a new version that is worse than
-        the old one. The old version then has all requests again.
+        the old one. The old version then has all requests again. ClusterError also if another command changes the deployment.
     """
-    number = history.begin(config, of)
+    serve = _Serve(client, todo.running)
     progress.update(serve.details())
+    number = history.begin(config, of)
     if todo.ended:
         others = [each for each in config["applications"] if each["name"] not in todo.ended]
         serve.deploy({**config, "applications": others})
@@ -120,7 +147,7 @@ def deploy(
     history.finish(number, progress.start_s)
 
 
-def _wait(serve: ServeClient, config: Mapping[str, Any], progress: Progress, pause: Callable[[], None]) -> None:
+def _wait(serve: _Serve, config: Mapping[str, Any], progress: Progress, pause: Callable[[], None]) -> None:
     """Returns when all replicas of a config are ready. Raises: _Failed if one does not start."""
     names = _names(config)
     while True:
@@ -134,7 +161,7 @@ def _wait(serve: ServeClient, config: Mapping[str, Any], progress: Progress, pau
 
 
 def _try(
-    serve: ServeClient,
+    serve: _Serve,
     store: Store,
     tried: Trial,
     progress: Progress,
@@ -165,7 +192,7 @@ def _try(
 
 
 def _let_gateways_change(
-    serve: ServeClient, config: Mapping[str, Any], tried: Trial, progress: Progress, pause: Callable[[], None]
+    serve: _Serve, config: Mapping[str, Any], tried: Trial, progress: Progress, pause: Callable[[], None]
 ) -> None:
     """Gives all requests to one version. Returns when no gateway sends requests to the other version, which still runs."""
     names = _names(config)
@@ -174,7 +201,7 @@ def _let_gateways_change(
     _wait(serve, config, progress, pause)
 
 
-def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress, ended: bool) -> list[str]:
+def _compare(serve: _Serve, store: Store, tried: Trial, progress: Progress, ended: bool) -> list[str]:
     """The figures of both versions, one line per model. Raises: _Failed if a new version is worse, or has failed."""
     details = serve.details()
     progress.update(details)
@@ -192,3 +219,7 @@ def _compare(serve: ServeClient, store: Store, tried: Trial, progress: Progress,
 
 def _names(config: Mapping[str, Any]) -> list[str]:
     return [each["name"] for each in config["applications"]]
+
+
+def _by_name(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each for each in config["applications"]}

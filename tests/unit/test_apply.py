@@ -405,6 +405,28 @@ def test_ten_configs_are_kept_and_two_operators_never_take_one_number() -> None:
 CANARY = {"lite": Canary(10, 5.0)}
 
 
+@pytest.mark.parametrize("look", [1, 2, 3])
+@pytest.mark.parametrize("theirs", [config("float16"), config("float32", 1, "mini"), {"applications": []}])
+def test_an_apply_ends_when_another_operator_deploys_something_else(look: int, theirs: dict[str, Any]) -> None:
+    """The other command deploys while this one asks for confirmation, or while it waits. A destroy leaves no application."""
+    operator = Operator()
+    operator.apply(config())
+    details, looks = operator.serve.details, count()
+
+    def meanwhile() -> dict[str, Any]:
+        if next(looks) == look:
+            operator.serve.deploy(theirs)
+        return details()
+
+    operator.serve.details = meanwhile  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match="another command has changed the deployment"):
+        operator.apply(config("bfloat16", 1, "mini"))
+    for _ in range(5):
+        details()
+    assert {each[1]["name"] for each in operator.runs.values()} == {each["name"] for each in theirs["applications"]}
+    assert [ready for *_, ready in operator.history] == [True, False][: 1 + (look > 1)]
+
+
 def canary_config(dtype: str) -> dict[str, Any]:
     """A config like `config`, for a model with a canary."""
     plain = config(dtype)
