@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cluster.models_file import ModelEntry
+from cluster.needs import may_have
 from cluster.plan import Plan
 from engine.errors import EmberError
 
@@ -46,8 +47,18 @@ def has_room(
             changes["context"] = spec.pop("max_input_tokens", None)
         entries.append(ModelEntry.model_validate(spec | changes))
     # They come first, so that stages on several nodes get their own cards, and new ones get others.
-    models = (*entries, *plan.file.models)
+    models = (*entries, *(_on_named_nodes(plan, entry) for entry in plan.file.models))
     try:
         return not Plan(plan.file.model_copy(update={"models": models}), plan.nodes).unplaced
     except EmberError:  # the old version's files or its node no longer exist
         return False
+
+
+def _on_named_nodes(plan: Plan, entry: ModelEntry) -> ModelEntry:
+    """The entry with the nodes that the plan's config names. Ray starts replicas on no other node, even if one is free."""
+    named = {node for pool in plan.pools if pool.model == entry.name for node in pool.nodes}
+    classes = {plan.class_of[node] for node in named}
+    nodes = [
+        node.name for node in plan.nodes if node.name in named or (node.class_name not in classes and may_have(entry, node.name))
+    ]
+    return entry.model_copy(update={"nodes": tuple(nodes), "not_nodes": ()}) if named else entry

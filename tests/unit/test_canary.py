@@ -54,7 +54,7 @@ def test_the_name_of_a_pool_tells_its_version() -> None:
     assert pool_and_gateway(plan(dtype="float32"))[0]["name"] != pool["name"]
     assert pool_and_gateway(plan(canary=None))[0]["name"] == "m.rtx-5080-16g-amd64"
     assert pool_and_gateway(plan(CARD, replace(CARD, name="pc2"), max_replicas=2))[0]["name"] == pool["name"]  # more replicas
-    assert canaries(plan(canary_s=60)) == {"m": canary.Canary(10, 60.0)}
+    assert canaries(plan(canary_s=60)) == {"m": canary.Canary(10, 60.0, embeds=True, has_keys=False)}
 
 
 @pytest.mark.usefixtures("hub")
@@ -123,6 +123,25 @@ def test_a_version_in_stages_on_several_nodes_may_run_beside_another(count: int,
     names = {str(index): node.name for index, node in enumerate(nodes)}
     details = {"applications": {application["name"]: shown}}
     assert has_room(made, names, groups, details, {application["name"]}) is expected
+
+
+def test_a_free_node_is_no_room_for_a_version_that_must_run_on_another_node() -> None:
+    """Two of the nodes hold one model each, and the plan names the node of each model, so Ray does not use the free one."""
+    nodes = [Node(f"pc{index}", "amd64", 19 * GIB // 10, 4, reserve_bytes=0) for index in range(3)]
+    entry = {"model": EMBEDDED_MODEL, "dtype": "float32"}
+    made = Plan(ModelsFile.model_validate({"models": [entry | {"name": "m", "canary": 10}, entry | {"name": "other"}]}), nodes)
+    pools, names = {pool.model: pool for pool in made.pools}, {node.name: node.name for node in nodes}
+    application = next(each for each in serve_config(made)["applications"] if each["args"]["spec"]["name"] == "m")
+
+    def room(node: str) -> bool:
+        replica = {"replica_id": "r", "state": "RUNNING", "node_id": node, "start_time_s": 0.0}
+        shown = {"deployed_app_config": application, "deployments": {"Engine": {"replicas": [replica]}}}
+        return has_room(made, names, {}, {"applications": {application["name"]: shown}}, {application["name"]})
+
+    (planned,), (taken,) = pools["m"].nodes, pools["other"].nodes
+    (free,) = {*names} - {planned, taken}
+    assert not room(planned)
+    assert room(free)
 
 
 def models(monkeypatch: pytest.MonkeyPatch, **new: Any) -> PooledModels:
