@@ -4,7 +4,7 @@ Each step may be interrupted. The same command, typed again, continues from the 
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,13 +52,15 @@ class Difference:
     """The changes of a deployment, line by line. No lines mean no changes.
 
     After a failure, Serve does not try a deployment again until its config changes. The applications in `ended` have failed with
-    the same config, so they are ended and then started again.
+    the same config, so they are ended and then started again. The applications in `kept` end only when no gateway
+    sends requests to them.
     """
 
     lines: tuple[str, ...]
     running: Mapping[str, Any]  # the config that Serve ran when the changes were computed
     ended: frozenset[str] = frozenset()
     trial: Trial | None = None
+    kept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Update:
 
     config: Mapping[str, Any]
     canaries: Mapping[str, Canary] = field(default_factory=dict)
-    has_room: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda *_: True
+    has_room: Callable[[Mapping[str, Any], Collection[str]], bool] = lambda *_: False
 
 
 def difference(details: Mapping[str, Any], update: Update, history: History) -> Difference:
@@ -95,18 +97,19 @@ def difference(details: Mapping[str, Any], update: Update, history: History) -> 
         ended = frozenset()  # because ending them would also end the old version; a failed trial ends them itself
     if no_room:
         lines.append("the nodes cannot hold the new version beside the old one, so the old one ends first")
-    lines += _trial_lines(tried)
+    lines += () if tried is None else tried.lines()
     target = config if tried is None else tried.beside
     gaps = interruptions(old, target, replicas=running_replicas(details), ended=ended, start_s=start_s)
-    return Difference((*lines, *gaps), old, ended, tried)
+    kept = frozenset() if ended or no_room or tried is not None else _kept(details, old, update)
+    return Difference((*lines, *gaps), old, ended, tried, kept)
 
 
-def _trial_lines(tried: Trial | None) -> Iterator[str]:
-    for model, canary in () if tried is None else tried.canaries.items():
-        yield (
-            f"tries {model} beside the old version first: it gets {canary.percent} % of the requests for {canary.seconds:g} s, "
-            "then all of them, or none if it fails more often or is slower"
-        )
+def _kept(details: Mapping[str, Any], old: Mapping[str, Any], update: Update) -> frozenset[str]:
+    """The applications that end and may run until the gateways have changed, because nothing needs their place before."""
+    before, after = _by_name(old), _by_name(update.config)
+    ending = frozenset(before.keys() - after.keys() - {"gateway"})
+    is_free = all(before.get(name) == each for name, each in after.items() if name != "gateway")
+    return ending if ending and (is_free or update.has_room(details, ending)) else frozenset()
 
 
 def deploy(
@@ -139,17 +142,19 @@ def deploy(
             pause()
     if todo.trial is not None:
         _try(serve, history.store, todo.trial, progress, pause, clock)
-        _let_gateways_change(serve, config, todo.trial, progress, pause)
+        _let_gateways_change(serve, config, todo.trial.beside, progress, pause)
+    elif todo.kept:
+        kept = [each for each in todo.running["applications"] if each["name"] in todo.kept]
+        _let_gateways_change(serve, config, {"applications": kept}, progress, pause)
     if todo.lines:
         serve.deploy(config)
-    _wait(serve, config, progress, pause)
+    _wait(serve, _names(config), progress, pause)
     forget(history.store)
     history.finish(number, progress.start_s)
 
 
-def _wait(serve: _Serve, config: Mapping[str, Any], progress: Progress, pause: Callable[[], None]) -> None:
-    """Returns when all replicas of a config are ready. Raises: _Failed if one does not start."""
-    names = _names(config)
+def _wait(serve: _Serve, names: Collection[str], progress: Progress, pause: Callable[[], None]) -> None:
+    """Returns when all replicas of these applications are ready. Raises: _Failed if one does not start."""
     while True:
         details = serve.details()
         progress.update(details)
@@ -174,8 +179,8 @@ def _try(
     """
     serve.deploy(tried.beside)
     try:
-        _wait(serve, tried.beside, progress, pause)
-        progress.tell(f"both versions run; the new one gets its share of the requests for {tried.seconds:g} s")
+        _wait(serve, _names(tried.beside), progress, pause)
+        progress.tell(f"both versions run, for {tried.seconds:g} s")
         end = clock() + tried.seconds
         while clock() < end:
             pause()
@@ -184,21 +189,32 @@ def _try(
             progress.tell(line)
     except _Failed as error:
         progress.tell(f"{error}; returning to the old version")
-        _let_gateways_change(serve, tried.old, tried, progress, pause)
+        _let_gateways_change(serve, tried.old, tried.beside, progress, pause)
         serve.deploy(tried.old)
-        _wait(serve, tried.old, progress, pause)
+        _wait(serve, _names(tried.old), progress, pause)
         forget(store)
         raise ClusterError(f"{error}; the old version has all requests again") from None
 
 
 def _let_gateways_change(
-    serve: _Serve, config: Mapping[str, Any], tried: Trial, progress: Progress, pause: Callable[[], None]
+    serve: _Serve, config: Mapping[str, Any], beside: Mapping[str, Any], progress: Progress, pause: Callable[[], None]
 ) -> None:
-    """Gives all requests to one version. Returns when no gateway sends requests to the other version, which still runs."""
+    """Changes the gateways while the applications of `beside` still run. Returns when no gateway sends requests to them.
+
+    Raises: _Failed if a gateway does not start.
+    """
     names = _names(config)
-    others = [each for each in tried.beside["applications"] if each["name"] not in names]
+    others = [each for each in beside["applications"] if each["name"] not in names]
     serve.deploy({**config, "applications": [*config["applications"], *others]})
-    _wait(serve, config, progress, pause)
+    _wait(serve, ["gateway"], progress, pause)
+    while _has_old_gateways(details := serve.details()):
+        progress.update(details)
+        pause()
+
+
+def _has_old_gateways(details: Mapping[str, Any]) -> bool:
+    """Whether a replaced gateway still finishes its requests. Serve does not wait for it."""
+    return any(each.application == "gateway" and each.state == "STOPPING" for each in replicas_seen(details, {}).values())
 
 
 def _compare(serve: _Serve, store: Store, tried: Trial, progress: Progress, ended: bool) -> list[str]:

@@ -7,7 +7,7 @@ another application, and both run at the same time (docs/decisions/047).
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,14 +22,36 @@ SLOWER, SLOWER_S, LEAST_REQUESTS, LEAST_REQUESTS_EARLY = 1.5, 0.05, 20, 100
 # Upper bounds in seconds of the intervals in which the times of requests are counted.
 _BOUNDS_S = tuple(0.0005 * 1.2**step for step in range(70))
 _PREFIX = "trial/"
+# Fields of a spec whose change gives other vectors. An index must not mix them with vectors of the old version.
+VECTORS = ("model", "revision", "dtype", "pooling", "default_prompt", "default_prompt_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """The trial that models.yaml asks for: the new version's share of the model's requests, and the duration."""
+    """The trial that models.yaml asks for: the new version's share of the model's requests, and the duration.
+
+    If the model embeds and its vectors change, `has_keys` tells whether there are API keys whose requests it may get.
+    """
 
     percent: int
     seconds: float
+    embeds: bool = False
+    has_keys: bool = False
+
+    def describe(self, model: str, other_vectors: bool) -> str:
+        """What the trial does, for the operator."""
+        then = "then all of them, or none if it fails more often or is slower"
+        if not (self.embeds and other_vectors):
+            share = f"{self.percent} % of the requests"
+        elif self.has_keys:
+            share = f"the requests of {self.percent} % of the API keys, because its vectors are others,"
+            then = "then all requests, or none if it fails more often or is slower"
+        else:
+            share, then = (
+                "no requests, because its vectors are others and there are no API keys,",
+                "then all of them, if it has started",
+            )
+        return f"tries {model} beside the old version first: it gets {share} for {self.seconds:g} s, {then}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +66,13 @@ class Trial:
     @property
     def seconds(self) -> float:
         return max(each.seconds for each in self.canaries.values())
+
+    def lines(self) -> Iterator[str]:
+        """A line for each model, for the operator."""
+        models = _gateway_models(self.beside)
+        for name, canary in self.canaries.items():
+            old, new = models[name]["spec"], models[name]["trial"]["spec"]
+            yield canary.describe(name, any(old.get(key) != new.get(key) for key in VECTORS))
 
 
 def versioned(application: dict[str, Any]) -> dict[str, Any]:

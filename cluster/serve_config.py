@@ -39,7 +39,12 @@ def serve_config(plan: Plan) -> dict[str, Any]:
 
 def canaries(plan: Plan) -> dict[str, Canary]:
     """The models of a plan whose new versions run beside the old ones for a limited time."""
-    return {name: Canary(entry.canary, entry.canary_s) for name, entry in plan.entries.items() if entry.canary is not None}
+    has_keys = plan.file.settings.has_keys
+    return {
+        name: Canary(entry.canary, entry.canary_s, plan.shapes[name].embeds, has_keys)
+        for name, entry in plan.entries.items()
+        if entry.canary is not None
+    }
 
 
 def _pinned(spec: ModelSpec) -> ModelSpec:

@@ -64,7 +64,7 @@ def failure(details: Mapping[str, Any], names: Collection[str]) -> str | None:
         if name in names and application["status"] in _FAILED:
             messages = [deployment["message"] for deployment in application["deployments"].values()]
             said = last_words([*messages, application["message"]]) or next(filter(None, messages), application["message"])
-            return f"{name} is not ready: {_one_line(said)}"
+            return f"{name} is not ready: {_one_line(said.rstrip().removesuffix('.'))}"
     return None
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.applied import Store
-from cluster.canary import Tally, tell, version_of
+from cluster.canary import VECTORS, Tally, tell, version_of
 from engine.errors import EmberError
 from serve_app.admission.accounts import calling
 from serve_app.errors import describe
@@ -14,9 +14,6 @@ from serve_app.observe.requests import current_id
 if TYPE_CHECKING:
     from serve_app.gateway.models import PooledModel
 
-# Fields of a spec whose change gives other vectors. An index must not mix them with vectors of the old version.
-_VECTORS = ("model", "revision", "dtype", "pooling", "default_prompt", "default_prompt_name")
-
 
 class Versions:
     """A model's old version, and the new one that gets `percent` of the requests."""
@@ -24,7 +21,7 @@ class Versions:
     def __init__(self, old: "PooledModel", new: "PooledModel", percent: int) -> None:
         self.old, self.new, self._percent = old, new, percent
         specs = old.given.spec, new.given.spec
-        self._keeps_keys_apart = old.info.embeds and any(len({getattr(spec, name) for spec in specs}) > 1 for name in _VECTORS)
+        self._keeps_keys_apart = old.info.embeds and any(len({getattr(spec, name) for spec in specs}) > 1 for name in VECTORS)
         self._tallies = Tally(), Tally()
         for model, tally in zip((old, new), self._tallies, strict=True):
             model.on_end = partial(_count, tally)

@@ -21,7 +21,7 @@ from cluster.canary import Canary, Tally, figures, is_worse, tell, version_of, v
 from cluster.files import ClusterError
 from cluster.local_ray import free_port
 from cluster.serve_client import ServeClient
-from cluster.serve_progress import Progress
+from cluster.serve_progress import Progress, failure
 from cluster.starts import Start, StartReport, starts
 from serve_app.cli import apply as cli_apply
 from serve_app.cli.commands import cli
@@ -308,6 +308,42 @@ def test_other_numbers_replace_nothing_and_what_stops_is_said() -> None:
     assert line == "no model answers until a new gateway has started: about 7 s at the last start"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "has_room", "first"),
+    [
+        (config(), False, {"lite.pc", "mini.pc", "gateway"}),  # nothing starts, so nothing needs the place of `mini`
+        (config("float16"), True, {"lite.pc", "mini.pc", "gateway"}),
+        (config("float16"), False, {"lite.pc", "gateway"}),
+    ],
+)
+def test_a_pool_ends_after_the_gateways_have_changed_if_there_is_room(
+    wanted: dict[str, Any], has_room: bool, first: set[str]
+) -> None:
+    """Otherwise the old gateways would send requests to a pool that has ended. They wait for a replaced gateway, too."""
+    operator = Operator()
+    operator.apply(config("float32", 1, "mini"))
+    deploy, deployed, details = operator.serve.deploy, list[set[str]](), operator.serve.details
+    stopping = iter(["STOPPING"] * 6)
+
+    def see(body: Any) -> None:
+        assert next(stopping, None) is None or not deployed
+        deployed.append({each["name"] for each in body["applications"]})
+        deploy(body)
+
+    def shown() -> dict[str, Any]:
+        seen = details()
+        if deployed and seen["applications"]["gateway"]["status"] == "RUNNING" and (state := next(stopping, None)):
+            old = seen["applications"]["gateway"]["deployments"]["Gateway"]["replicas"]
+            old.append(old[0] | {"replica_id": "old", "state": state})
+        return seen
+
+    operator.serve.deploy, operator.serve.details = see, shown  # type: ignore[method-assign]
+    assert "ends mini.pc" in operator.apply(wanted, has_room=has_room)
+    assert deployed[0] == first
+    assert deployed[1:] == [{"lite.pc", "gateway"}] * (len(first) - 2)
+    assert operator.runs.keys() == {"lite.pc", "gateway"}
+
+
 def test_settings_that_serve_never_changes_are_a_difference() -> None:
     operator = Operator()
     operator.apply(config())
@@ -356,6 +392,13 @@ def test_a_rollback_that_is_killed_at_any_point_goes_on_when_it_is_typed_again()
         assert operator.runs["lite.pc"][1] == config("float32")["applications"][0]
         assert operator.history == [(1, None, True), (2, None, True), (3, 1, True)]
     assert life > 20
+
+
+def test_the_sentence_of_a_failure_ends_without_a_full_stop() -> None:
+    """More words follow in the error."""
+    deployment = {"status": "UNHEALTHY", "message": "A replica's health check failed. It is UNHEALTHY.", "replicas": []}
+    details = {"applications": {"lite.pc": {"status": "UNHEALTHY", "message": "", "deployments": {"Engine": deployment}}}}
+    assert failure(details, ["lite.pc"]) == "lite.pc is not ready: A replica's health check failed. It is UNHEALTHY"
 
 
 def test_a_replica_that_does_not_start_is_told_in_its_own_words_and_started_again_by_the_same_command() -> None:
@@ -464,6 +507,28 @@ def test_a_new_version_runs_beside_the_old_one_and_then_alone() -> None:
     assert [each[2] for each in operator.history] == [True, True]
     assert operator.apply(canary_config("bfloat16"), canaries=CANARY) == ()
     assert operator.store.keys("trial/") == []
+
+
+@pytest.mark.parametrize(
+    ("embeds", "has_keys", "said"),
+    [
+        (False, False, "it gets 10 % of the requests for 5 s, then all of them, or none if it fails more often or is slower"),
+        (
+            True,
+            True,
+            "it gets the requests of 10 % of the API keys, because its vectors are others, for 5 s, then all requests, or none",
+        ),
+        (
+            True,
+            False,
+            "it gets no requests, because its vectors are others and there are no API keys, for 5 s, then all of them",
+        ),
+    ],
+)
+def test_the_share_of_a_new_version_is_told(embeds: bool, has_keys: bool, said: str) -> None:
+    """The new version has another dtype, so it gives other vectors if it embeds."""
+    lines = updated().apply(canary_config("bfloat16"), canaries={"lite": Canary(10, 5.0, embeds, has_keys)})
+    assert lines[-1].startswith(f"tries lite beside the old version first: {said}")
 
 
 @pytest.mark.parametrize(
