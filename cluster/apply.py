@@ -100,7 +100,7 @@ def difference(details: Mapping[str, Any], update: Update, history: History) -> 
     lines += () if tried is None else tried.lines()
     target = config if tried is None else tried.beside
     gaps = interruptions(old, target, replicas=running_replicas(details), ended=ended, start_s=start_s)
-    kept = frozenset() if ended or no_room or tried is not None else _kept(details, old, update)
+    kept = frozenset[str]() if ended or no_room or tried is not None else _kept(details, old, update)
     return Difference((*lines, *gaps), old, ended, tried, kept)
 
 
@@ -109,7 +109,7 @@ def _kept(details: Mapping[str, Any], old: Mapping[str, Any], update: Update) ->
     before, after = _by_name(old), _by_name(update.config)
     ending = frozenset(before.keys() - after.keys() - {"gateway"})
     is_free = all(before.get(name) == each for name, each in after.items() if name != "gateway")
-    return ending if ending and (is_free or update.has_room(details, ending)) else frozenset()
+    return ending if ending and (is_free or update.has_room(details, ending)) else frozenset[str]()
 
 
 def deploy(

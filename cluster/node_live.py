@@ -21,6 +21,7 @@ from cluster.nodes import Node
 
 # The first question to a node starts a Python process there and imports torch. Two nodes that share two cores need 6 s.
 ANSWER_TIMEOUT_S = 30.0
+_DRAINED = "Ray gives it no work, because it is drained or has just ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,11 @@ class Seen:
     def class_label(self) -> str | None:
         """The label by which models are placed on the node. None if placement cannot find the node."""
         return self.labels.get(CLASS_LABEL)
+
+    @property
+    def drained(self) -> bool:
+        """Whether the node gets no more work, for example before its maintenance. Ray's records do not tell."""
+        return self.alive and self.problem == _DRAINED
 
     @property
     def arch(self) -> str | None:
@@ -81,7 +87,7 @@ def _seen(row: Mapping[str, Any], available: Mapping[str, float]) -> Seen:
 
 
 def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tuple[Node, ...]:
-    """The nodes that a plan may use. `say` gets a line for each node that placement cannot find, or that has changed.
+    """The nodes that a plan may use. `say` gets a line for each node that is left out, or that has changed.
 
     Raises: ClusterError for a living node that does not answer, and if no node is left.
     """
@@ -89,6 +95,8 @@ def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tupl
     for each in seen:
         if not each.alive:
             say(f"node {each.name} is dead ({each.problem}): not planned")
+        elif each.drained:
+            say(f"node {each.name}: {each.problem}: not planned")
         elif each.class_label is None:
             say(f"node {each.name} has no label {CLASS_LABEL}, so no model could be placed on it: not planned")
         elif each.node is None or each.problem:
@@ -180,6 +188,8 @@ class Readings:
         del self._asked[node_id]
         try:
             self._heard[node_id] = ray.get(ref), time.time()
+        except ray.exceptions.TaskUnschedulableError:  # on a living node
+            return _DRAINED
         except Exception as error:  # any error of the node's machine
             return _one_line(getattr(error, "cause", None) or error)
         return None

@@ -201,7 +201,7 @@ def _nodes_table(status: Status, width: int) -> Table:
 
 def _node_cells(seen: Seen) -> dict[str, str]:
     cells = {"node": seen.name, "class": seen.class_label or "", "arch": seen.arch or "", "reserved": _gib(seen.reserved_bytes)}
-    cells["alive"] = "dead" if not seen.alive else "silent" if seen.problem else "yes"
+    cells["alive"] = "dead" if not seen.alive else "drained" if seen.drained else "silent" if seen.problem else "yes"
     if seen.alive:
         cells["CPUs free"] = f"{seen.available.get('CPU', 0.0):g} of {seen.total.get('CPU', 0.0):g}"
     if seen.node is not None:

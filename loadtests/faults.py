@@ -26,7 +26,10 @@ def drain(name: str, deadline_s: int) -> Fault:
     def fault(site: Site, _: Path) -> None:
         reason = "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"
         deadline = "--deadline-remaining-seconds", str(deadline_s)
-        site.laboratory.run(name, "-m", "ray.scripts.scripts", "drain-node", *reason, *deadline)
+        # Without an id Ray takes a raylet of the machine, the head first. All nodes of a laboratory are on one machine.
+        raylet = site.laboratory.process("raylet/raylet", name).cmdline()
+        node = next(each.partition("=")[2] for each in raylet if each.startswith("--node_id="))
+        site.laboratory.run(name, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node, *reason, *deadline)
         sleep(deadline_s)
         site.laboratory.members[name].kill()
 

@@ -12,6 +12,7 @@ from cluster.files import ClusterError
 from cluster.node_head import Cluster, Member
 from cluster.node_live import Readings, Seen, live_nodes, nodes_to_plan_with, seen_nodes
 from cluster.nodes import GIB, Card, Node
+from cluster.status import _node_cells
 
 H200 = Node("big", "amd64", 500 * GIB, 64, (Card("NVIDIA H200", 140 * GIB, 100 * GIB, source="NVML"),) * 2)
 ID = "1" * 56  # as long as Ray's own
@@ -145,6 +146,16 @@ def test_what_went_wrong_on_a_node_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     assert Readings().read(0)[0].problem == "ModuleNotFoundError: No module named 'cluster'"
     fake.rows = [row(ID, "small", Labels={"emberforge-reserve-gib": "much"})]
     assert Readings().read(0)[0].problem == "its label emberforge-reserve-gib is 'much', not a number of GiB"
+
+
+def test_a_drained_node_is_named_and_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray refuses a task on a drained node, which its records show as alive."""
+    fake, said = FakeRay(monkeypatch), list[str]()
+    fake.answers[ID] = ray.exceptions.TaskUnschedulableError("The node specified doesn't exist any more")
+    (drained,) = Readings().read(0)
+    assert nodes_to_plan_with([drained, seen(H200)], said.append) == (H200,)
+    assert said == ["node small: Ray gives it no work, because it is drained or has just ended: not planned"]
+    assert _node_cells(drained)["alive"] == "drained"
 
 
 def test_cards_that_ray_counts_and_nobody_sees_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
