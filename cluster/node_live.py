@@ -101,8 +101,8 @@ def nodes_to_plan_with(seen: Sequence[Seen], say: Callable[[str], None]) -> tupl
             say(f"node {each.name} has no label {CLASS_LABEL}, so no model could be placed on it: not planned")
         elif each.node is None or each.problem:
             raise ClusterError(
-                f"node {each.name} at {each.ip} cannot be planned ({each.problem}): end it with emberforge node stop there, "
-                "or plan with --inventory"
+                f"node {each.name} at {each.ip} cannot be planned ({each.problem}): emberforge doctor there may name the "
+                "cause; end it with emberforge node stop, or plan with --inventory"
             )
         else:
             if each.class_label != each.node.class_name:

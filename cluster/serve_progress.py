@@ -45,9 +45,13 @@ def replicas_seen(details: Mapping[str, Any], nodes: Mapping[str, str]) -> dict[
 
 
 def running_replicas(details: Mapping[str, Any]) -> dict[str, int]:
-    """The number of running replicas of each application."""
+    """The number of replicas of each application that answer. A replica on a drained node answers until it has moved."""
     return {
-        name: sum(replica["state"] == "RUNNING" for each in application["deployments"].values() for replica in each["replicas"])
+        name: sum(
+            replica["state"] in ("RUNNING", "PENDING_MIGRATION")
+            for each in application["deployments"].values()
+            for replica in each["replicas"]
+        )
         for name, application in details["applications"].items()
     }
 

@@ -344,6 +344,15 @@ def test_a_pool_ends_after_the_gateways_have_changed_if_there_is_room(
     assert operator.runs.keys() == {"lite.pc", "gateway"}
 
 
+def test_a_replica_on_a_drained_node_answers_until_it_is_replaced() -> None:
+    """Serve calls it PENDING_MIGRATION. The model has no other replica, so it does not answer during the replacement."""
+    operator = Operator()
+    operator.apply(config())
+    (replica,) = operator.serve.applications["lite.pc"]["replicas"]
+    replica["state"] = "PENDING_MIGRATION"
+    assert any(line.startswith("lite does not answer until a new replica") for line in operator.apply(config("float16")))
+
+
 def test_settings_that_serve_never_changes_are_a_difference() -> None:
     operator = Operator()
     operator.apply(config())
