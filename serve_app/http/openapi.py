@@ -71,6 +71,13 @@ _QOS_HEADERS: list[dict[str, Any]] = [
     },
 ]
 
+_MODEL: dict[str, Any] = {
+    "name": "model",
+    "in": "query",
+    "description": "The name or an alias of one of several models; without it the default model",
+    "schema": {"type": "string"},
+}
+
 
 @cache
 def document(root_path: str) -> dict[str, Any]:
@@ -105,13 +112,15 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": content}
     if route.computes:
         operation["parameters"] = _QOS_HEADERS
+    elif route.by_model:
+        operation["parameters"] = [_MODEL]
     return operation
 
 
 def _errors(route: Route) -> Iterator[tuple[str, dict[str, Any]]]:
     """The error responses of a route, by status."""
     if route.method == "GET":
-        statuses = {400: route.only_400, 401: not route.public, 404: route.only_400, 503: route.checks_health}
+        statuses = {400: route.only_400, 401: not route.public, 404: route.by_model, 503: route.checks_health}
         texts = {status: _STATUSES[status] for status, answered in statuses.items() if answered}
     else:
         texts = {status: text for status, text in _STATUSES.items() if route.computes or status not in _COMPUTING}

@@ -69,6 +69,7 @@ class Route:
     computes: bool = False  # runs the model: takes QoS headers, and has the errors of a computation
     streams: bool = False  # answers with events if the body has `stream`
     only_400: bool = False  # answers 400 to every wrong field, and to a model of another kind
+    by_model: bool = False  # takes a model's name in the address, and answers 404 to an unknown one
     checks_health: bool = False  # answers 503 while the engine is down
     public: bool = False  # needs no API key
 
@@ -248,9 +249,9 @@ ROUTES: tuple[Route, ...] = (
     _health("/ping", summary="As /health"),
     _get(
         "/tokenizer_info", about.tokenizer_info, "Special tokens and chat template, in vLLM's form", answers.TOKENIZER_INFO,
-        only_400=True,
+        only_400=True, by_model=True,
     ),
-    _get("/info", about.info, "The model and its limits", answers.INFO),
+    _get("/info", about.info, "The model and its limits", answers.INFO, by_model=True),
     _get(
         "/metrics", about.metrics, "Prometheus metrics of the node", {"type": "string"}, media_type="text/plain", public=True
     ),

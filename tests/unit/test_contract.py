@@ -469,6 +469,15 @@ def test_every_documented_status_is_provoked_and_the_other_way_round() -> None:
     assert documented == {(path, status) for path, status in provoked if path in known}
 
 
+@pytest.mark.parametrize("path", ["/info", "/tokenizer_info"])
+def test_a_route_that_takes_a_model_in_the_address_documents_it(path: str, tokenizers: dict[str, Tokenizer]) -> None:
+    operation = openapi.document("")["paths"][path]["get"]
+    assert [(each["name"], each["in"]) for each in operation["parameters"]] == [("model", "query")]
+    app = Api(FakeBackend(FakeModel(tokenizers["embedding"], "")), Settings(), Metrics("fake")).app
+    assert asyncio.run(_get(app, f"{path}?model=missing")).status_code == 404
+    assert "404" in operation["responses"]
+
+
 def test_the_model_is_a_field_of_the_whole_body_only() -> None:
     """A part of a body with such a field would be ignored, and another model would answer."""
     document = openapi.document("")
