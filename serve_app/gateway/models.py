@@ -234,7 +234,9 @@ class PooledModel:
             self.suspects.check(mark)
         except Quarantined as error:
             return error
-        return Unhealthy(f"model {self.given.spec.name}: two replicas in a row could not be reached; try again")
+        return Unhealthy(
+            f"model {self.given.spec.name}: two attempts failed, because replicas died or could not be reached; try again"
+        )
 
     def _choose(self, ticket: Ticket, qos: Qos) -> PoolClient:
         """The pool that should finish first, checked by `_admitted`.

@@ -432,7 +432,7 @@ class Pools(PooledGenerator):
         (([5, RayActorError()], [6]), 2, None),
         (([5, Stopping("it stops")], [6, Stopping("it, too")], [RayActorError()], [7]), 4, None),  # an update stops both
         (([5, RayActorError()], [6, EngineStopped("over")]), 2, "two replicas were lost, the last after 2 tokens"),
-        (([EngineStopped("over")], [RayActorError()]), 2, "two replicas in a row"),
+        (([EngineStopped("over")], [RayActorError()]), 2, "two attempts failed, because replicas died or could not be reached"),
         (([InvalidInput("bad")],), 1, "bad"),
     ],
 )
