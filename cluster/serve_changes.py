@@ -100,10 +100,16 @@ def interruptions(
         if coming is None or not any(replicas.get(pool) for pool in pools) or kept.intersection(pools):
             continue
         # The pools of another version have other names. Their replicas start in about the same time.
-        took = [start_s[pool] for pool in (*coming, *pools) if start_s and pool in start_s]
-        how_long = f"about {min(took):.0f} s at the last start" if took else "the time is unknown before the first measured start"
-        whom = "no model answers until a new gateway" if model is None else f"{model} does not answer until a new replica"
-        yield f"{whom} has started: {how_long}"
+        known = start_s or {}
+        took = min((known[pool] for pool in (*coming, *pools) if pool in known), default=None)
+        until = "a new gateway has started" if model is None else "a new replica has started"
+        if not set(coming) & set(pools):  # the gateways must learn the new names
+            until += " and the gateways, one after another, have changed"
+            took = took and max(took, known.get("gateway", 0.0) * replicas.get("gateway", 1))
+        how_long = (
+            f"about {took:.0f} s at the last start" if took is not None else "the time is unknown before the first measured start"
+        )
+        yield f"{'no model answers' if model is None else f'{model} does not answer'} until {until}: {how_long}"
 
 
 def _by_model(applications: Mapping[str, Any]) -> dict[str | None, list[str]]:
