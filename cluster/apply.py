@@ -100,8 +100,8 @@ def difference(details: Mapping[str, Any], update: Update, history: History) -> 
     lines += () if tried is None else tried.lines()
     target = config if tried is None else tried.beside
     gaps = interruptions(old, target, replicas=running_replicas(details), ended=ended, start_s=start_s)
-    kept = frozenset[str]() if ended or no_room or tried is not None else _kept(details, old, update)
-    return Difference((*lines, *gaps), old, ended, tried, kept)
+    last = frozenset[str]() if ended or no_room or tried is not None else _kept(details, old, update)
+    return Difference((*lines, *gaps), old, ended, tried, last)
 
 
 def _kept(details: Mapping[str, Any], old: Mapping[str, Any], update: Update) -> frozenset[str]:
