@@ -5,6 +5,7 @@ Each step may be interrupted. The same command, typed again, continues from the 
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from cluster.serve_client import ServeClient, running_config
 from cluster.serve_progress import Progress, failed_deployments, failure, is_ready, replicas_seen, running_replicas
 
 _LOOK_EVERY_S = 1.0
+_NO_NODE_S = 120.0  # a new gateway may wait for a minute until an old one on its node has finished its streams
 
 
 class _Failed(ClusterError):
@@ -189,7 +191,8 @@ def _try(
             progress.tell(line)
     except _Failed as error:
         progress.tell(f"{error}; returning to the old version")
-        _let_gateways_change(serve, tried.old, tried.beside, progress, pause)
+        with suppress(_Failed):  # the new version must end in any case
+            _let_gateways_change(serve, tried.old, tried.beside, progress, pause)
         serve.deploy(tried.old)
         _wait(serve, _names(tried.old), progress, pause)
         forget(store)
@@ -201,20 +204,28 @@ def _let_gateways_change(
 ) -> None:
     """Changes the gateways while the applications of `beside` still run. Returns when no gateway sends requests to them.
 
+    It also returns if a gateway finds no node, because the applications of `beside` may hold the CPUs that it needs.
+
     Raises: _Failed if a gateway does not start.
     """
     names = _names(config)
     others = [each for each in beside["applications"] if each["name"] not in names]
     serve.deploy({**config, "applications": [*config["applications"], *others]})
-    _wait(serve, ["gateway"], progress, pause)
-    while _has_old_gateways(details := serve.details()):
+    while True:
+        details = serve.details()
         progress.update(details)
+        if reason := failure(details, ["gateway"]):
+            raise _Failed(reason)
+        gateways = [each for each in replicas_seen(details, {}).values() if each.application == "gateway"]
+        is_stopping = any(each.state == "STOPPING" for each in gateways)
+        if not is_stopping and is_ready(details, ["gateway"]):
+            return
+        if not is_stopping and any(each.waits_s > _NO_NODE_S for each in gateways):
+            progress.tell(
+                f"a gateway finds no node for {_NO_NODE_S:g} s, so {', '.join(each['name'] for each in others)} ends now"
+            )
+            return
         pause()
-
-
-def _has_old_gateways(details: Mapping[str, Any]) -> bool:
-    """Whether a replaced gateway still finishes its requests. Serve does not wait for it."""
-    return any(each.application == "gateway" and each.state == "STOPPING" for each in replicas_seen(details, {}).values())
 
 
 def _compare(serve: _Serve, store: Store, tried: Trial, progress: Progress, ended: bool) -> list[str]:

@@ -23,6 +23,11 @@ class ReplicaSeen:
     state: str  # the state in Serve's terms
     started_at: float  # seconds since the epoch
 
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which the replica has waited for a node. 0 if it has one."""
+        return time.time() - self.started_at if self.state == "STARTING" and self.node is None else 0.0
+
     def __str__(self) -> str:
         where = "" if self.node is None else f" on {self.node}"
         return f"{_WORDS.get(self.state, self.state.lower().replace('_', ' '))}{where}"

@@ -565,6 +565,28 @@ def test_a_trial_ends_early_only_after_many_slow_requests() -> None:
     assert looks[0] < looks[1]
 
 
+def test_a_failed_version_ends_if_a_gateway_finds_no_node_beside_it() -> None:
+    """The new version holds the CPUs that the gateway needs, for example after the loss of a node."""
+    operator = updated(failed=50)
+    details, looks = operator.serve.details, count()
+
+    def full() -> dict[str, Any]:
+        assert next(looks) < 100, "the command waits for ever"
+        seen = details()
+        gateway, trial = seen["applications"]["gateway"], "trial" in str(operator.serve.applications["gateway"]["config"])
+        if NEW in seen["applications"] and operator.trials and not trial:
+            gateway["status"] = "DEPLOYING"
+            waiting = {"state": "STARTING", "node_id": None, "start_time_s": time.time() - 130}
+            gateway["deployments"]["Gateway"]["replicas"][0] |= waiting
+        return seen
+
+    operator.serve.details = full  # type: ignore[method-assign]
+    with pytest.raises(ClusterError, match="the old version has all requests again"):
+        operator.apply(canary_config("bfloat16"), canaries=CANARY)
+    assert f"a gateway finds no node for 120 s, so {NEW} ends now" in operator.said
+    assert pools(operator) == [OLD]
+
+
 def test_a_new_version_that_does_not_start_leaves_the_old_one() -> None:
     operator = updated()
     before = operator.runs
