@@ -127,13 +127,13 @@ class Channel:
     async def _read(self) -> None:
         steps = self._steps(self.id)
         reason: Exception | None = None
-        message: asyncio.Task[Steps] | None = None
+        message: asyncio.Task[Steps] = asyncio.ensure_future(anext(steps))
         try:
             while True:
-                message = message or asyncio.ensure_future(anext(steps))
                 if (await asyncio.wait({message}, timeout=_LOOK_EVERY_S))[0]:
                     self._take(message.result())
-                    message, self._heard_at = None, self._loop.time()
+                    self._heard_at = self._loop.time()
+                    message = asyncio.ensure_future(anext(steps))
                 elif self._is_idle() or self._is_lost():
                     break
         except StopAsyncIteration:
@@ -143,10 +143,7 @@ class Channel:
             log.warning("a channel with %d streams broke: %r", len(self._streams), error)
         finally:
             self._on_close()
-            if message is not None:
-                drop(steps, message)
-            else:
-                steps.cancel()
+            drop(steps, message)
             if self._sending is not None:
                 self._sending.cancel()
             for number in list(self._streams):

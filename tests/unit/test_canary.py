@@ -117,8 +117,8 @@ def test_a_version_in_stages_on_several_nodes_may_run_beside_another(count: int,
     replica = {"actor_name": "actor", "replica_id": "r", "state": "RUNNING", "node_id": "0", "start_time_s": 0.0}
     shown = {"deployed_app_config": application, "deployments": {"Engine": {"replicas": [replica]}}}
     groups = {
-        "old": {"name": "actor", "state": "REMOVED", "bundles_to_node_id": {0: "1", 1: "2"}},
         "present": {"name": "actor", "state": "CREATED", "bundles_to_node_id": {0: "0", 1: "1"}},
+        "old": {"name": "actor", "state": "REMOVED", "bundles_to_node_id": {0: "a node that has left", 1: "2"}},
     }
     names = {str(index): node.name for index, node in enumerate(nodes)}
     details = {"applications": {application["name"]: shown}}

@@ -207,6 +207,7 @@ def function(name: str, **parameters: str) -> str:
     [
         (tagged(function("f")), [(0, "f", {})]),
         (tagged(function("write", text='a\n"é"\n', count="7")), [(0, "write", {"text": 'a\n"é"\n', "count": 7})]),
+        (tagged(function("write", share="True")), [(0, "write", {"share": "True"})]),
         (tagged(function("write", text="7", share="0.5", force="True")),
          [(0, "write", {"text": "7", "share": 0.5, "force": True})]),
         (tagged(function("write", share="null", force="maybe", count="x")),

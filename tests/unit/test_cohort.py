@@ -153,6 +153,18 @@ def test_more_streams_than_a_pass_takes_have_their_turns() -> None:
     assert all(sum(lengths) <= 4 for lengths in device.passes)
 
 
+def test_the_tokens_of_an_answer_that_is_left_need_not_be_computed_again() -> None:
+    prompt = next([first] for first in range(1, 999) if len(answer_of([first], 90)) == 90)
+    device = Device(60, passes_in_flight=2)
+    passes, left = Passes(device, 512), stream(prompt, 99)
+    for _ in passes.steps([left]):
+        if left.length > 80:
+            left.future.cancel()
+    again = stream(prompt + answer_of(prompt, 80), 1)
+    passes.run([again])
+    assert again.future.result(0).num_cached_tokens == 80
+
+
 def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
     """`on_token` gets the first token of an answer, which the pass of the prompt gives, and the last token."""
     device = Device(60, passes_in_flight=2)

@@ -18,6 +18,7 @@ from engine.schedule.pages import Pages
 from engine.schedule.queue import BATCH_WAITS_S, MOST_LARGE_SEQS, MOST_SEQS, Queue
 from engine.schedule.request import Request, Slice
 from engine.schedule.scheduler import Scheduler
+from engine.schedule.shares import Share, Shares
 from engine.schedule.stream import Stream
 
 lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
@@ -207,6 +208,28 @@ def test_a_large_request_that_leaves_keeps_no_share() -> None:
     while not first.is_scheduled:
         queue.schedule(0.0)
     assert later.num_scheduled < 16
+
+
+@given(st.lists(st.tuples(st.sampled_from(["join", "leave", "took"]), st.integers(1, 200)), max_size=40))
+def test_shares_are_equal_and_of_the_requests_that_are_left(events: list[tuple[str, int]]) -> None:
+    shares, joined, left = Shares(), list[Share](), list[float]()  # `left`: what each request still wants
+    for event, number in events:
+        if event == "join":
+            joined.append(shares.join(number))
+            left.append(number)
+        elif event == "leave" and joined:
+            shares.leave(joined[number % len(joined)])
+            left[number % len(joined)] = 0
+        elif event == "took":
+            shares.took(number)
+            given, rest = 0.0, float(number)  # tokens for each, and for all
+            while rest > 1e-9 and (wanted := [each - given for each in left if each > given]):
+                most = min(*wanted, rest / len(wanted))
+                given, rest = given + most, rest - most * len(wanted)
+            left = [max(0.0, each - given) for each in left]
+        for share, wanted in zip(joined, left, strict=True):
+            if wanted > 1e-6:
+                assert share.end - shares.end_of(0) == pytest.approx(wanted)
 
 
 @given(st.lists(lengths, min_size=1, max_size=12), st.integers(1, 20))

@@ -63,6 +63,7 @@ def test_replicas_for_autoscaling_may_have_to_wait_but_not_the_start_of_a_model_
     assert not may_strand([required, growing, last], [1, 1])
     assert may_strand([required, growing, replace(last, sleeps=True)], [1, 1])
     assert not may_strand([required, growing, replace(last, sleeps=True)], [2, 2])
+    assert not may_strand([replace(required, replicas=2, nodes=frozenset((0,)))], [1])
 
 
 def selectors(plan: Plan) -> dict[str, str | None]:

@@ -2,12 +2,13 @@
 
 import asyncio
 import gc
+import weakref
 from typing import Any
 
 import pytest
 from ray.serve.exceptions import RequestCancelledError
 
-from serve_app.gateway.remote import drop
+from serve_app.gateway.remote import drop, in_background
 
 
 class Response:
@@ -43,3 +44,20 @@ def test_a_dropped_call_leaves_no_exception_for_the_log() -> None:
 
     asyncio.run(scenario())
     assert logged == []
+
+
+def test_a_task_in_the_background_runs_to_its_end_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        over = asyncio.Event()
+
+        async def work() -> None:
+            await asyncio.sleep(0)
+            over.set()
+
+        task = weakref.ref(in_background(work()))
+        await over.wait()
+        await asyncio.sleep(0)
+        gc.collect()
+        assert task() is None
+
+    asyncio.run(scenario())

@@ -104,6 +104,8 @@ def test_it_sleeps_after_a_time_without_requests(replica: Replica) -> None:
     assert replica.loop.paused
     asyncio.run(replica.health.check())
     assert replica.rest.asleep, "a health check wakes no engine"
+    replica.look(SLEEP_AFTER_S)
+    assert not replica.engine.slept.is_set(), "the engine sleeps already"
     replica.request()
     assert not replica.rest.asleep
     assert not replica.loop.paused

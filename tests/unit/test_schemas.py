@@ -19,7 +19,15 @@ NESTED: dict[str, Any] = {
 
 
 def test_schemas_pass() -> None:
-    for each in (True, False, {}, NESTED, {"items": [{"type": "string"}]}, {"const": {"type": 3}, "default": [1]}):
+    for each in (
+        True,
+        False,
+        {},
+        NESTED,
+        {"items": [{"type": "string"}]},
+        {"const": {"type": 3}, "default": [1]},
+        {"minLength": 0, "maxLength": 1},
+    ):
         check_schema("x", each)
 
 
