@@ -68,6 +68,16 @@ def test_long_steps_are_queued_as_late_as_the_device_allows() -> None:
     assert made.wait_s(10.015) == pytest.approx(0.02)
 
 
+def test_a_step_is_queued_before_a_launch_would_make_the_device_wait() -> None:
+    made = scheduler(20, 0.02)
+    made.schedule(10.0)
+    made.started(20, 10.0)
+    made.launched(10.01)
+    wait_s = made.wait_s(10.0)
+    assert wait_s is not None
+    assert wait_s < 0.01  # the device needs the next step after 20 ms, and a launch takes 10 ms
+
+
 def test_a_group_of_a_pipeline_is_queued_ahead() -> None:
     made = scheduler(20, 0.004, num_stages=2)
     assert [one_pass(made, 10.0) for _ in range(2)] == [10, 10]

@@ -133,6 +133,7 @@ def test_a_parser_without_tags_changes_nothing() -> None:
         ('<tool_call>{"name": "f", "arguments": {}<tool_call>{"name": "g", "arguments": {}}',
          [*call(0, "f", "{}"), *call(1, "g", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {}} ok', [*call(0, "f", "{}"), content("ok")]),
+        ('<tool_call>{"name": "f", "arguments": {}} ok</tool_call>', [*call(0, "f", "{}"), content("ok</tool_call>")]),
     ],
 )  # fmt: skip
 def test_calls_in_json(text: str, expected: list[Any]) -> None:

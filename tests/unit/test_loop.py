@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine import BackendError, Engine, EngineStopped
 from engine.errors import DeadlineOutOfReach, DeadlinePassed, DeviceLost, InvalidInput, OutOfMemory
@@ -510,6 +511,22 @@ def test_a_lost_device_ends_the_engine_and_everybody_hears_of_it() -> None:
     assert not loop.alive
 
 
+def test_a_pass_has_the_threads_that_the_loop_was_given(gate: Gate) -> None:
+    before = torch.get_num_threads()
+    numbers: list[int] = []
+    gate.open.set()
+    gate.open.wait = lambda timeout=None: numbers.append(torch.get_num_threads()) or True  # type: ignore[func-returns-value, method-assign]
+    loop = EngineLoop(gate, max_batch_tokens=64, num_threads=before + 1)
+    try:
+        one = job(1)
+        loop.submit([one])
+        one.future.result(5)
+        assert numbers == [before + 1]
+    finally:
+        loop.stop()
+        torch.set_num_threads(before)
+
+
 def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
     gate.open.set()
     reports: list[BatchReport] = []
@@ -525,6 +542,7 @@ def test_what_is_asked_twice_in_a_pass_is_computed_once(gate: Gate) -> None:
     # Equal ids with other options count as another sequence. So does a longer sequence with the same first id.
     assert gate.batches == [5]
     assert [(report.num_tokens, report.num_seqs, report.num_duplicates) for report in reports] == [(21, 5, 2)]
+    assert (reports[0].num_proposed, reports[0].num_accepted) == (0, 0)
     loop.stop()
 
 

@@ -111,10 +111,15 @@ def test_a_pass_has_no_more_sequences_than_allowed(sizes: list[list[int]], budge
     assert sum(map(len, passes)) == sum(map(len, sizes))
 
 
-@given(arrivals, st.integers(1, 100))
-def test_no_pass_ends_while_the_next_sequence_would_fit(sizes: list[list[int]], budget: int) -> None:
-    for slices, following in pairwise(drained(filled([request(each) for each in sizes], budget))):
-        assert tokens(slices) + tokens(following[:1]) > budget
+@given(arrivals, st.integers(1, 100), st.sampled_from([1, 2, 5, MOST_SEQS]))
+def test_no_pass_ends_while_the_next_sequence_would_fit(sizes: list[list[int]], budget: int, most: int) -> None:
+    for slices, following in pairwise(drained(filled([request(each) for each in sizes], budget, most))):
+        assert tokens(slices) + tokens(following[:1]) > budget or len(slices) == most
+
+
+def test_a_slice_has_all_sequences_of_a_request_that_fit() -> None:
+    queue = filled([request([2] * 30)], 40)
+    assert [[part.num_seqs for part in queue.schedule(0.0)] for _ in range(2)] == [[20], [10]]
 
 
 @given(arrivals, st.integers(1, 100), st.data())

@@ -47,6 +47,13 @@ def test_a_token_makes_a_small_pass_longer_by_what_two_sizes_tell() -> None:
     assert rates.token_s == 0
 
 
+def test_the_first_passes_count_at_once_in_a_rate_that_was_read() -> None:
+    rates = Rates(8192)
+    for seconds, expected in ((0.1, 81_920), (0.3, 40_960)):
+        rates.add(8192, seconds)
+        assert rates.large_tokens_per_s == pytest.approx(expected)
+
+
 @given(st.lists(st.floats(1e-6, 100), max_size=3), st.integers(0, 30))
 def test_twenty_passes_after_any_pause_the_rate_is_true(wrong: list[float], before: int) -> None:
     rates = Rates(8192)

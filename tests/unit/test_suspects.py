@@ -29,6 +29,8 @@ from serve_app.gateway.remote import Lost, ReplicaDied, Stopping, Unreachable
 from serve_app.replica import journal as journals
 from serve_app.replica.in_flight import InFlight
 from serve_app.replica.journal import OtherJournals
+from serve_app.replica.watched import WatchedGenerator
+from tests.unit.streams_by_hand import ByHand, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,6 +155,7 @@ def test_two_deaths_are_refused_for_a_while() -> None:
         suspects.check(7)
     suspects.check(8)
     clock.now += 501
+    assert suspects.deaths == []
     suspects.check(7)
     assert 7 not in suspects
 
@@ -199,6 +202,54 @@ def test_an_answer_clears_a_request_that_became_a_suspect_while_it_ran() -> None
         assert in_flight.suspects.deaths == []
         in_flight.suspects.learn([Death(9, "a", in_flight.suspects.now())])  # another process reports it again
         assert in_flight.suspects.deaths == []
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_has_proven_nothing_stays_a_suspect() -> None:
+    suspects, is_proven = Suspects(), False
+
+    async def work() -> None:
+        suspects.died(7, "a")
+
+    async def scenario() -> None:
+        await suspects.run(7, work, lambda: is_proven)
+
+    asyncio.run(scenario())
+    assert 7 in suspects
+    is_proven = True
+    asyncio.run(scenario())
+    assert 7 not in suspects
+
+
+def test_a_suspect_stream_is_computed_once_and_alone() -> None:
+    """Another stream of its replica is computed beside it, an equal one after it."""
+
+    async def scenario() -> None:
+        in_flight, hand = InFlight(None, "b"), ByHand()
+        model = SimpleNamespace(info=SimpleNamespace(served_model_name="m"), new_stream=hand.new_stream, submit=hand.submit)
+        model.tokenizer = model.prompts = model.generation = None
+        watched = WatchedGenerator(model, in_flight)  # type: ignore[arg-type]
+        first, other, equal = (Stream.begin([number], SamplingOptions(max_tokens=9), 100, 100) for number in (1, 2, 1))
+        mark = fingerprint("m", [first.prompt])
+        in_flight.suspects.died(mark, "a")
+        watched.submit([first, other, equal])
+        await until(lambda: len(hand.streams) == 2)
+        hand.compute(5, 5)
+        await asyncio.sleep(0.01)
+        assert Counter(hand.streams) == Counter([first, other])
+        for _ in range(8):
+            hand.compute(5, 5)
+        await until(lambda: len(hand.streams) == 3)
+        assert hand.streams[2] is equal
+        assert mark not in in_flight.suspects
+        in_flight.suspects.learn([Death(fingerprint("m", [other.prompt]), name, module.time()) for name in "xy"])
+        refused = Stream.begin([2], SamplingOptions(max_tokens=9), 100, 100)
+        watched.submit([refused])
+        await until(refused.future.done)
+        assert isinstance(refused.future.exception(), Quarantined)
+        assert len(hand.streams) == 3
+        equal.fail(RuntimeError("over"))
 
     asyncio.run(scenario())
 
@@ -346,7 +397,9 @@ def test_a_journal_tells_what_was_in_flight_at_a_death(tmp_path: Path, dying: "s
 
     async def answer() -> None: ...
 
-    asyncio.run(later.run(6, answer))
+    later.suspects.died(8, "elsewhere")
+    for mark in (8, 6):
+        asyncio.run(later.run(mark, answer))
     last = InFlight(tmp_path, "last")
     last.look()
     assert [death[:2] for death in last.suspects.deaths] == [(7, "dead")]  # an answer has cleared 6

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
 from cluster.local_ray import free_port
 from cluster.router import Report, Ticket
@@ -687,6 +688,32 @@ def test_the_engine_s_thread_sends_tokens_while_the_event_loop_is_busy(stream: R
         assert [kind for kind, _ in received] == [Kind.STEPS] + [Kind.STEPS, Kind.TOKENS] * 4 + [Kind.STEPS]
         for each in begun:
             each.stream.future.cancel()
+
+    stream(scenario)
+
+
+def test_a_stream_finishes_at_a_replica_that_serve_no_longer_lists(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        (begun,) = await replica.begin([1])
+        replica.reports("new")
+        (later,) = await replica.begin([2])  # over a new connection
+        replica.model.compute(EOS, EOS)
+        await asyncio.gather(begun.over, later.over)
+        assert begun.answer().finish_reason == later.answer().finish_reason == "stop"
+
+    stream(scenario)
+
+
+def test_a_replica_that_dies_behind_serve_is_known_to_have_died(stream: RunStreams) -> None:
+    class Broken:
+        async def compute(self, stream: Stream, _: Any) -> None:
+            raise Lost("the replica that computes the answer is gone") from ActorDiedError()
+
+    async def scenario(replica: Generates) -> None:
+        replica.pool.load.update({"it": Report(monotonic(), pages=100)}, now=monotonic())
+        replica.pool._channels["it", False] = Broken()  # type: ignore[assignment]
+        with pytest.raises(ReplicaDied):
+            await Begun(replica, [1], SamplingOptions(max_tokens=5)).over
 
     stream(scenario)
 
