@@ -16,6 +16,7 @@ from engine.options import SamplingOptions
 from engine.passes import Passes
 from engine.run.kv_cache import PAGE_SIZE
 from engine.run.streams import Laid, StreamPacker, StreamShape
+from engine.schedule import cohort
 from engine.schedule.cohort import CohortPass
 from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
@@ -135,6 +136,26 @@ def test_streams_that_just_go_on_form_a_cohort() -> None:
     for each in (*plain, *others):
         assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), 12)
     assert max(device.together) == 5
+
+
+@pytest.mark.parametrize("most", [2, 8, 32])
+def test_answers_may_be_longer_than_the_log(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log begins with 2 tokens, grows to `most`, and is emptied then. At first all answers are read after each pass, so that
+    the log grows in later passes. Streams join and end at different passes."""
+    monkeypatch.setattr(cohort, "_LOGGED", 2)
+    monkeypatch.setattr(cohort, "_MOST_LOGGED", most)
+    device = Device(200, passes_in_flight=2)
+    prompts = [[first] for first in range(1, 999) if len(answer_of([first], 80)) == 80][:8]
+    passes, streams = Passes(device, 512), [stream(prompt, 45 + 5 * index) for index, prompt in enumerate(prompts)]
+    waiting = streams[3:]
+    for number, _ in enumerate(passes.steps(streams[:3])):
+        if waiting and number % 3 == 2:
+            with passes.lock:
+                passes.scheduler.add(waiting.pop())
+        for each in streams if number < 21 else streams[:1]:
+            assert [token.id for token in each.answer] == answer_of(each.prompt.tolist(), len(each.answer))
+    for each in streams:
+        assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), each.options.max_tokens)
 
 
 def test_a_stream_joins_when_its_stop_ids_count() -> None:
