@@ -1,6 +1,7 @@
 """Cohorts: passes by columns give the same results as passes by pieces, and each caller gets each token once."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from engine.schedule.pages import Pages
 from engine.schedule.piece import Piece
 from engine.schedule.stream import Stream, Token
 from engine.schedule.streams import Streams
+
+LONG = [[first] for first in range(1, 200) if len(answer_of([first], 90)) == 90]  # prompts with long answers
 
 
 def run(device: Device, streams: Sequence[Stream], budget: int = 512) -> Passes:
@@ -145,8 +148,7 @@ def test_answers_may_be_longer_than_the_log(most: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(cohort, "_LOGGED", 2)
     monkeypatch.setattr(cohort, "_MOST_LOGGED", most)
     device = Device(200, passes_in_flight=2)
-    prompts = [[first] for first in range(1, 999) if len(answer_of([first], 80)) == 80][:8]
-    passes, streams = Passes(device, 512), [stream(prompt, 45 + 5 * index) for index, prompt in enumerate(prompts)]
+    passes, streams = Passes(device, 512), [stream(prompt, 45 + 5 * index) for index, prompt in enumerate(LONG[:8])]
     waiting = streams[3:]
     for number, _ in enumerate(passes.steps(streams[:3])):
         if waiting and number % 3 == 2:
@@ -156,6 +158,19 @@ def test_answers_may_be_longer_than_the_log(most: int, monkeypatch: pytest.Monke
             assert [token.id for token in each.answer] == answer_of(each.prompt.tolist(), len(each.answer))
     for each in streams:
         assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), each.options.max_tokens)
+
+
+@pytest.mark.parametrize("passes_in_flight", [2, 4, 5])
+def test_streams_may_join_again_before_the_passes_that_they_have_left_have_ended(passes_in_flight: int) -> None:
+    """Now and then a pass is out of memory. Then its cohort dissolves while earlier passes are under way."""
+    device = Device(200, passes_in_flight=passes_in_flight)
+    passes, streams = Passes(device, 512), [stream(prompt, 40) for prompt in LONG[:5]]
+    for number, _ in enumerate(passes.steps(streams)):
+        device.most_tokens = 3 if number % 7 == 6 else inf
+    for each in streams:
+        assert ids(each.future.result(0)) == answer_of(each.prompt.tolist(), 40)
+    assert device.together.count(0) > 5  # passes of dissolved cohorts
+    assert device.together.count(5) > 5
 
 
 def test_a_stream_joins_when_its_stop_ids_count() -> None:
@@ -175,13 +190,12 @@ def test_more_streams_than_a_pass_takes_have_their_turns() -> None:
 
 
 def test_the_tokens_of_an_answer_that_is_left_need_not_be_computed_again() -> None:
-    prompt = next([first] for first in range(1, 999) if len(answer_of([first], 90)) == 90)
     device = Device(60, passes_in_flight=2)
-    passes, left = Passes(device, 512), stream(prompt, 99)
+    passes, left = Passes(device, 512), stream(LONG[0], 99)
     for _ in passes.steps([left]):
         if left.length > 80:
             left.future.cancel()
-    again = stream(prompt + answer_of(prompt, 80), 1)
+    again = stream(LONG[0] + answer_of(LONG[0], 80), 1)
     passes.run([again])
     assert again.future.result(0).num_cached_tokens == 80
 

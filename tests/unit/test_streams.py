@@ -760,8 +760,10 @@ def test_a_pass_may_be_scheduled_at_any_moment_of_a_delivery(ahead: bool) -> Non
         assert device.pages.num_free == 20
 
 
-def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
-    device, heard = Device(20), list[str]()
+@pytest.mark.parametrize("passes_in_flight", [1, 2])
+def test_a_pass_is_announced_once_for_all_of_its_streams(passes_in_flight: int) -> None:
+    """With two passes in flight the streams form a cohort."""
+    device, heard = Device(20, passes_in_flight=passes_in_flight), list[str]()
     streams = [stream([index], 3) for index in (3, 4, 5)]
     for each in streams:
         each.on_token = lambda token: heard.append("token")
@@ -769,6 +771,7 @@ def test_a_pass_is_announced_once_for_all_of_its_streams() -> None:
     streams[1].on_pass = streams[0].on_pass = streams[2].on_pass
     Passes(device, 100).run(streams)
     assert heard == (["token"] * 3 + ["pass"]) * 3
+    assert max(device.together) == (3 if passes_in_flight == 2 else 0)
 
 
 class LateDevice(Device):
