@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from ray.exceptions import RayTaskError
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from cluster import router
@@ -37,6 +38,7 @@ from serve_app.gateway.config import GatewayModel, PoolRef
 from serve_app.gateway.facts import facts_of
 from serve_app.gateway.models import PooledModel, _joined
 from serve_app.gateway.parcel import Answered, Parcel
+from serve_app.gateway.remote import ReplicaDied
 from serve_app.http import openapi
 from serve_app.http.app import Api
 from serve_app.models import ModelInfo, ServedModel
@@ -374,6 +376,7 @@ class Handle:
 
     def __init__(self, answer: Callable[[Qos], Embeddings | Exception]) -> None:
         self.calls: list[tuple[Qos, Ticket]] = []
+        self.responses: list[asyncio.Future[list[Answered]]] = []
         self.woken = 0
         self.may_answer: asyncio.Event | None = None
         self._answer = answer
@@ -395,7 +398,8 @@ class Handle:
                 await self.may_answer.wait()
             return [self._answer(each.qos) for each in parcels]
 
-        return asyncio.ensure_future(answer())
+        self.responses.append(asyncio.ensure_future(answer()))
+        return self.responses[-1]
 
 
 def vectors(qos: Qos) -> Embeddings:
@@ -516,6 +520,8 @@ def test_a_caller_that_leaves_says_nothing_about_the_replica(pooled: Any) -> Non
         load.routed("p0", handle.calls[0][1])
         leaving.cancel()
         await asyncio.wait({leaving})
+        await asyncio.wait(handle.responses, timeout=5)
+        assert handle.responses[0].cancelled()
         assert replica.failures == 3
         handle.may_answer.set()
         work = asyncio.ensure_future(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
@@ -615,6 +621,19 @@ def test_a_replicas_error_arrives_as_it_was_raised(pooled: Any, of: Callable[[Ex
         asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
     assert str(caught.value) == str(error)
     assert not isinstance(caught.value, RayTaskError)
+
+
+NODE_DEATH = ActorDiedErrorContext(error_message="The actor died because its node has died.", actor_id=bytes(16))
+
+
+@pytest.mark.parametrize(("error", "expected"), [(ActorDiedError(), ReplicaDied), (ActorDiedError(NODE_DEATH), ActorDiedError)])
+def test_the_death_of_a_replica_is_told_from_that_of_its_node(pooled: Any, error: Exception, expected: type[Exception]) -> None:
+    def fail(qos: Qos) -> Embeddings:
+        raise error
+
+    model, _ = pooled(fail)
+    with pytest.raises(expected):
+        asyncio.run(model.pools[0].connection.send([(IDS, EmbedOptions(), DEFAULT_QOS)], [Ticket(0, 10, 10)]))
 
 
 def test_the_openapi_document_has_the_headers() -> None:

@@ -467,7 +467,8 @@ class Generates:
     def __init__(self) -> None:
         self.model = ByHand()
         self.channels = Channels(self.model)  # type: ignore[arg-type]
-        self.wires = Wires(Replica().answer, "127.0.0.1", self.channels)
+        self.embeds = Replica()
+        self.wires = Wires(self.embeds.answer, "127.0.0.1", self.channels)
         self.pool = PoolConnection(PoolRef(name=uuid4().hex, node_class="cpu", tokens_per_s=1000.0), StreamLoad)
         self.pool._handle = object()  # type: ignore[assignment]  # no call goes through Serve
         self.reports("it")
@@ -700,6 +701,30 @@ def test_a_stream_finishes_at_a_replica_that_serve_no_longer_lists(stream: RunSt
         replica.model.compute(EOS, EOS)
         await asyncio.gather(begun.over, later.over)
         assert begun.answer().finish_reason == later.answer().finish_reason == "stop"
+
+    stream(scenario)
+
+
+def test_a_connection_that_has_ended_is_made_again(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        for prompt in ([1], [2]):
+            (begun,) = await replica.begin(prompt)
+            replica.model.compute(EOS)
+            await begun.over
+            for each in list(replica.wires.connections):
+                each.close()
+            await until(lambda: replica.wire.is_over and not replica.pool._channels)
+
+    stream(scenario)
+
+
+def test_a_replica_stops_computing_for_a_caller_that_leaves(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        call = [np.zeros(3, np.int32)], EmbedOptions(), DEFAULT_QOS
+        leaving = asyncio.ensure_future(replica.pool.send([call], [Ticket(0, 3, 3)]))
+        await until(lambda: replica.embeds.begun == [0])
+        leaving.cancel()
+        await until(lambda: replica.embeds.cancelled == [0])
 
     stream(scenario)
 
