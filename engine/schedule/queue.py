@@ -385,8 +385,7 @@ class _Priority:
         if not request.waiting_tokens:
             self._count_requests(line, -1)
         if not request.waiting_tokens or (not is_large and request.credit <= 0):
-            served.popleft()
-            line.set_first_turn(request, 0)
+            served.popleft()  # its first turn has no tokens left
             request.share = None
             line.had_no_room &= not is_large
             if request.waiting_tokens:

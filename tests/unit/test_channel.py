@@ -194,6 +194,36 @@ def test_a_caller_that_leaves_ends_its_stream_alone() -> None:
     run(scenario)
 
 
+def test_streams_of_a_cohort_hear_their_tokens_in_one_call() -> None:
+    """The tokens of a stream whose caller has just left are dropped."""
+
+    async def scenario() -> None:
+        link = Link()
+        begun = await link.begin([1], [2], [3])
+        for key, each in enumerate(begun):
+            each.stream.key, each.stream.on_tokens = 10 + key, listen
+        link.model.compute(5, 6, 7)
+        there = link.model.streams
+        assert {each.on_tokens for each in there} == {there[0].on_tokens}
+        begun[1].stream.future.cancel()
+        for number in (20, 30):
+            there[0].on_tokens(np.array([each.key for each in there], np.int32), np.arange(number, number + 3, dtype=np.int32))
+        there[0].on_pass()
+        await until(lambda: len(begun[2].stream.answer) == 3)
+        ids = [[token.id for token in begun[place].stream.answer] for place in (0, 2)]
+        assert ids == [[5, 20, 30], [7, 22, 32]]
+        assert heard == [([10, 12, 10, 12, 10, 12], [5, 7, 20, 22, 30, 32])]
+        for each in begun:
+            each.stream.future.cancel()
+            await each.over
+
+    def listen(keys: Any, token_ids: Any) -> None:
+        heard.append((keys.tolist(), token_ids.tolist()))
+
+    heard: list[tuple[list[int], list[int]]] = []
+    run(scenario)
+
+
 def test_a_caller_that_leaves_before_the_stream_is_sent_leaves_no_stream() -> None:
     async def scenario() -> None:
         link = Link()

@@ -511,6 +511,23 @@ def test_a_lost_device_ends_the_engine_and_everybody_hears_of_it() -> None:
     assert not loop.alive
 
 
+def test_a_sequence_that_is_too_large_alone_fails_alone() -> None:
+    class Small(Gate):
+        def launch(self, sequences: Sequence[TokenIds], *args: Any) -> Finished:
+            if any(ids[0] == 15 for ids in sequences):
+                raise OutOfMemory("too much")
+            return super().launch(sequences, *args)
+
+    small = Small()
+    small.open.set()
+    loop = EngineLoop(small, max_batch_tokens=64)
+    jobs = [job(1), job(15), job(2)]
+    loop.submit(jobs)
+    assert isinstance(jobs[1].future.exception(5), OutOfMemory)
+    assert [jobs[place].future.result(5).vectors.tolist() for place in (0, 2)] == [[[1, 1]], [[2, 2]]]
+    loop.stop()
+
+
 def test_a_pass_has_the_threads_that_the_loop_was_given(gate: Gate) -> None:
     before = torch.get_num_threads()
     numbers: list[int] = []

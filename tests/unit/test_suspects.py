@@ -206,18 +206,22 @@ def test_an_answer_clears_a_request_that_became_a_suspect_while_it_ran() -> None
     asyncio.run(scenario())
 
 
-def test_a_stream_that_has_proven_nothing_stays_a_suspect() -> None:
-    suspects, is_proven = Suspects(), False
+def test_a_stream_that_has_proven_nothing_stays_a_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ALONE_S", 0.0)
+    suspects, is_proven, proves = Suspects(), False, False
 
     async def work() -> None:
+        nonlocal is_proven
+        await asyncio.sleep(0)
         suspects.died(7, "a")
+        is_proven = proves
 
     async def scenario() -> None:
         await suspects.run(7, work, lambda: is_proven)
 
     asyncio.run(scenario())
     assert 7 in suspects
-    is_proven = True
+    proves = True
     asyncio.run(scenario())
     assert 7 not in suspects
 

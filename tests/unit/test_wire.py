@@ -705,6 +705,22 @@ def test_a_stream_finishes_at_a_replica_that_serve_no_longer_lists(stream: RunSt
     stream(scenario)
 
 
+def test_a_stream_with_tokens_waits_for_a_replica(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        replica.pool._woken_at = inf  # so no call goes through Serve
+        replica.reports()
+        begun = Begun(replica, [1], SamplingOptions(max_tokens=5, stop_ids=(EOS,)))
+        begun.stream.answer.append(Token(7))
+        await asyncio.sleep(0)
+        replica.reports("it")
+        await until(lambda: len(replica.model.streams) == 1)
+        replica.model.compute(EOS)
+        await begun.over
+        assert begun.answer().tokens == (Token(7),)
+
+    stream(scenario)
+
+
 def test_a_connection_that_has_ended_is_made_again(stream: RunStreams) -> None:
     async def scenario(replica: Generates) -> None:
         for prompt in ([1], [2]):
