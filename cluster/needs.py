@@ -178,7 +178,8 @@ class Needs:
                 return str(error)
         if not node.cards or entry.pipeline == 1 or why_on_one_device(self.shapes[entry.name]) is not None:
             return None
-        if (most := self.most_cards[node.class_name]) < (entry.pipeline or 2):
+        most = most_cards(each for each in self.nodes if may_have(entry, each.name)).get(node.class_name, 0)
+        if most < (entry.pipeline or 2):
             return f"has {most} on a node, but pipeline is {entry.pipeline}" if entry.pipeline else None
         if entry.pipeline is None and self._has_a_card_for(entry):
             return None

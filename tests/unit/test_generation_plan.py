@@ -306,6 +306,8 @@ def test_caches_grow_only_as_far_as_ray_finds_the_cards() -> None:
     halves = [(5000, 1, 1), (4000, 2, 2), (3000, 1, 1), (2000, 2, 2)]
     assert not finds_room(halves, [2])
     assert not finds_room(halves, [1, 1])
+    assert finds_room([(5000, 3, 3)], [2])
+    assert not finds_room([(5000, 3, 2)], [2])  # no more than two on a node
     assert finds_room([(share - 1000, *rest) for share, *rest in halves], [2])
     assert not finds_room([(5000, 2, 1), (4000, 1, 1)], [1])
     assert finds_room([(4894, 1, 1)], [0, 1])  # whole-card replicas have taken all cards of the first node
