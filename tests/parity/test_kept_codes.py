@@ -96,6 +96,7 @@ def test_what_cannot_stay_is_dequantised_and_said(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, reason: str
 ) -> None:
     folder = generator(tiny, name, tmp_path)
+    assert footprint.bytes_saved(load_model_config(folder), torch.bfloat16, on_gpu=True) == 0
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)
     with caplog.at_level(logging.INFO):
