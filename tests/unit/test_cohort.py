@@ -1,6 +1,7 @@
 """Cohorts: passes by columns give the same results as passes by pieces, and each caller gets each token once."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -198,6 +199,18 @@ def test_the_tokens_of_an_answer_that_is_left_need_not_be_computed_again() -> No
     again = stream(LONG[0] + answer_of(LONG[0], 80), 1)
     passes.run([again])
     assert again.future.result(0).num_cached_tokens == 80
+
+
+@pytest.mark.parametrize("num_alone", [1, 3])
+def test_a_cohort_that_fills_the_passes_starves_no_stream_beside_it(num_alone: int) -> None:
+    """A stream that cannot run ahead is not ready for every pass, so other prompts take its place in the passes."""
+    device = Device(200, passes_in_flight=2)
+    streams = [stream(prompt, 60, ahead=index >= num_alone) for index, prompt in enumerate(LONG[: num_alone + 5])]
+    heard: list[list[int]] = [[] for _ in streams]  # the pass of each token
+    for each, numbers in zip(streams, heard, strict=True):
+        each.on_token = lambda token, numbers=numbers: numbers.append(len(device.passes))
+    run(device, streams, budget=4)
+    assert max(later - earlier for numbers in heard for earlier, later in pairwise(numbers)) <= 4
 
 
 def test_who_shares_a_listener_hears_one_message_a_pass() -> None:
