@@ -50,7 +50,7 @@ from serve_app.replica import wire as replica_wire
 from serve_app.replica.channel import Channels
 from serve_app.replica.sender import _AT_ONCE_BYTES, Sender
 from serve_app.replica.wire import Wires
-from tests.unit.streams_by_hand import CONTEXT, EOS, Begun, ByHand, until
+from tests.unit.streams_by_hand import CONTEXT, EOS, VOCABULARY, Begun, ByHand, until
 
 Scenario = Callable[["Replica", Wires, Wire], Awaitable[None]]
 Run = Callable[[Scenario], None]
@@ -717,6 +717,16 @@ def test_a_stream_with_tokens_waits_for_a_replica(stream: RunStreams) -> None:
         replica.model.compute(EOS)
         await begun.over
         assert begun.answer().tokens == (Token(7),)
+
+    stream(scenario)
+
+
+def test_a_stream_that_no_replica_has_memory_for_does_not_wait(stream: RunStreams) -> None:
+    async def scenario(replica: Generates) -> None:
+        replica.pool.load.update({"it": Report(monotonic(), pages=100, longest_input=4)}, now=monotonic())
+        long = Stream.begin([1], SamplingOptions(max_tokens=5), VOCABULARY, CONTEXT)
+        with pytest.raises(Lost, match="no replica with memory for 5 tokens"):
+            await asyncio.wait_for(replica.pool.generate(long, Ticket(0, 5, 5)), 5)
 
     stream(scenario)
 
