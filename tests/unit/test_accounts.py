@@ -125,12 +125,14 @@ def test_gateways_share_the_limits() -> None:
     alice.spend("m", 200)
     with pytest.raises(Overloaded, match="its limit is 200 at each of 3 gateways"):
         alice.spend("m", 1)
-    bob, _ = account(Limits(requests_in_flight=4), num_gateways=3)
+    usage = Usage(lambda *_: None, None)
+    bob, _ = account(Limits(requests_in_flight=4), num_gateways=3, usage=usage)
     assert bob.most_requests == 2
     bob.enter("m")
     bob.enter("m")
     with pytest.raises(Overloaded, match="has 2 requests in flight; its limit is 2 at each of 3 gateways"):
         bob.enter("m")
+    assert usage.totals["alice", "m"].refusals == 1
     bob.leave()
     bob.enter("m")
 

@@ -351,12 +351,13 @@ def test_a_replica_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_idle_channel_ends_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "_LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(gateway, "IDLE_S", 0.02)
+    monkeypatch.setattr(gateway, "SILENT_S", 0.02)
 
     async def scenario() -> None:
         link = Link()
         (begun,) = await link.begin([1])
         await asyncio.sleep(0.1)
-        assert not link.is_closed  # a channel with a stream is not idle, even without tokens
+        assert not link.is_closed  # a channel with a stream is not idle, even without tokens, and its replica reports
         link.model.compute(EOS)
         await begun.over
         await until(lambda: link.is_closed and not link.channels._channels)

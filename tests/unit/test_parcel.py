@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import BackendError, DeadlineOutOfReach, NotFinite
 from engine.options import EmbedOptions, TokenIds
+from engine.request_tag import RequestTag
 from engine.results import Embeddings
 from engine.sequences import Sequences
 from serve_app.admission.qos import DEFAULT_QOS, Qos
@@ -112,9 +113,12 @@ def late(deadline_s: float, **more: Any) -> Qos:
 
 
 def test_deadlines_that_are_close_leave_together_with_the_soonest() -> None:
-    calls = [call(1, qos=late(each), first=number) for number, each in enumerate((0.5, 0.499, 0.51, 30.0), 1)]
-    ((places, parcel), (others, alone)) = pack(calls)
-    assert (places, others) == ([0, 1, 2], [3])
+    calls = [call(1, qos=late(each), first=number) for number, each in enumerate((0.5, 30.0, 0.499, 0.51), 1)]
+    tags = [RequestTag(str(number)) for number in range(4)]
+    ((places, parcel), (others, alone)) = pack(calls, [5, 6, 7, 8], tags)
+    assert (places, others) == ([0, 2, 3], [1])
+    assert (parcel.fingerprints, alone.fingerprints) == ((5, 7, 8), (6,))
+    assert (parcel.tags, alone.tags) == ((tags[0], *tags[2:]), (tags[1],))
     assert (parcel.qos.deadline_s, alone.qos.deadline_s) == (0.499, 30.0)
     assert [qos.deadline_s for _, _, qos in parcel.calls()] == [0.5, 0.499, 0.51]
     assert parcel.calls(0.25)[2][2].deadline_s == pytest.approx(0.26)

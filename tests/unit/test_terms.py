@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -33,7 +34,7 @@ from engine.schedule.rates import Rates
 from engine.schedule.request import Request
 from engine.text.tokenizer import Tokenizer
 from serve_app.admission.qos import DEFAULT_QOS, Qos, read_qos
-from serve_app.errors import Unhealthy
+from serve_app.errors import Asleep, Unhealthy
 from serve_app.gateway.config import GatewayModel, PoolRef
 from serve_app.gateway.facts import facts_of
 from serve_app.gateway.models import PooledModel, _joined
@@ -590,6 +591,22 @@ def test_without_a_deadline_a_sleeping_pool_is_waited_for(pooled: Any) -> None:
     model, (handle,) = pooled(vectors, awake=False, timeout_s=2.0)  # the predicted start takes longer, but is a guess
     asyncio.run(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
     assert len(handle.calls) == 1
+
+
+@pytest.mark.parametrize(("asleep", "sleeps"), [("refuse", True), ("refuse", False), ("wait", True)])
+def test_a_model_may_refuse_requests_while_its_pool_sleeps(pooled: Any, asleep: str, sleeps: bool) -> None:
+    """A pool that has lost its replicas does not sleep."""
+    model, (handle,) = pooled(vectors, awake=False)
+    (pool,), is_refused = model.pools, asleep == "refuse" and sleeps
+    model._asleep, pool.ref = asleep, pool.ref.model_copy(update={"sleeps": sleeps})
+
+    async def scenario() -> None:
+        with pytest.raises(Asleep) if is_refused else nullcontext():
+            await model.embed(IDS, EmbedOptions(), DEFAULT_QOS)
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert (handle.woken, len(handle.calls)) == (1, 0 if is_refused else 1)
 
 
 def test_an_idle_pool_tries_whatever_the_plan_believes_of_it(pooled: Any) -> None:
