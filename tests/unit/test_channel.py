@@ -365,7 +365,8 @@ def test_an_idle_channel_ends_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> 
     run(scenario)
 
 
-def test_a_gateway_that_reads_too_slowly_binds_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_cohort", [False, True])
+def test_a_gateway_that_reads_too_slowly_binds_bounded_memory(in_cohort: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica, "MOST_UNSENT", 12)
 
     async def scenario() -> None:
@@ -374,7 +375,11 @@ def test_a_gateway_that_reads_too_slowly_binds_bounded_memory(monkeypatch: pytes
         (call,) = link.calls
         call.may_read.clear()
         for step in range(9):  # the call that was under way takes the first two tokens
-            if not link.model.streams[0].future.done():
+            first, other = link.model.streams
+            if not first.future.done() and in_cohort:
+                first.on_tokens(np.array([first.key, other.key], np.int32), np.full(2, step, np.int32))
+                first.on_pass()
+            elif not first.future.done():
                 link.model.compute(step, step)
             await asyncio.sleep(0.002)
         assert all(stream.future.cancelled() for stream in link.model.streams)

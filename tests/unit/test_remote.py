@@ -5,10 +5,12 @@ import gc
 import weakref
 from typing import Any
 
+import grpc
 import pytest
+from ray.exceptions import ActorUnavailableError
 from ray.serve.exceptions import RequestCancelledError
 
-from serve_app.gateway.remote import drop, in_background
+from serve_app.gateway.remote import drop, has_died, in_background
 
 
 class Response:
@@ -44,6 +46,16 @@ def test_a_dropped_call_leaves_no_exception_for_the_log() -> None:
 
     asyncio.run(scenario())
     assert logged == []
+
+
+@pytest.mark.parametrize(
+    ("details", "expected"),
+    [("Socket closed", True), ("recvmsg:Connection reset by peer", True), ("Deadline Exceeded", False), (None, False)],
+)
+def test_a_closed_connection_is_the_death_of_a_process(details: str | None, expected: bool) -> None:
+    error = ActorUnavailableError("the connection was lost", None)
+    error.__context__ = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    assert has_died(error) is expected
 
 
 def test_a_task_in_the_background_runs_to_its_end_and_leaves_nothing() -> None:
