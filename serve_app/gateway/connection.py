@@ -28,7 +28,7 @@ from serve_app.gateway.channel import Channel
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.outbox import joint_ticket, next_ticket
 from serve_app.gateway.parcel import Answer, Answered, ReplicaCall, pack, unpack
-from serve_app.gateway.remote import LOST, Lost, ReplicaDied, Unreachable, drop, has_died, in_background, remote
+from serve_app.gateway.remote import LOST, Lost, NoReplica, ReplicaDied, Unreachable, drop, has_died, in_background, remote
 from serve_app.gateway.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class PoolConnection:
         self.ref = ref
         self.load = load_of(ref.name, ref.tokens_per_s, kind)
         self.turns = Turns()  # a gateway replaces it with the turns of all its large work
+        self.others: Sequence[PoolLoad] = ()  # the loads of the model's other pools
         self._handle: DeploymentHandle[Any] | None = None
         self._woken_at = 0.0
         # By replica, and whether the wire is for large calls. A short answer would wait behind all large answers of the same
@@ -130,7 +131,7 @@ class PoolConnection:
         self, handle: DeploymentHandle[Any], calls: Sequence[ReplicaCall], tickets: Sequence[Ticket], ticket: Ticket
     ) -> list[Answer]:
         """`ticket` is the joint ticket of all calls."""
-        awake = bool(self.load.replicas)
+        awake, is_blind = bool(self.load.replicas), self._is_blind()
         packed = pack(calls, [each.fingerprint for each in tickets], [each.tag for each in tickets])
         parcels = [parcel for _, parcel in packed]
         if (wire := await self._wire_for(ticket, any(parcel.is_large for parcel in parcels))) is not None:
@@ -143,6 +144,8 @@ class PoolConnection:
                 # Serve waits for another replica of this pool, which may take minutes. The caller can ask another pool now.
                 if self.load.is_lost(ticket) or (awake and not self.load.replicas):
                     raise Lost(f"pool {self.ref.name} has lost the replica")
+                if is_blind:
+                    self._check_others()
             if waiting.cancelled():  # by Serve: a cancellation by the callers ends the wait above
                 raise Lost(f"Serve has cancelled a call to pool {self.ref.name}")
             answers = unpack(packed, waiting.result())
@@ -249,7 +252,7 @@ class PoolConnection:
 
         A replica that has just lost a stream is not chosen, because Serve still lists a dead replica for seconds.
         """
-        since = monotonic()
+        since, is_blind = monotonic(), self._is_blind()
         while True:
             ranked = self.load.ranked(ticket, monotonic())
             if self.load.replicas and not ranked:
@@ -260,8 +263,23 @@ class PoolConnection:
                 return None
             if stream.answer and monotonic() > since + _MOST_RESTART_S:
                 raise Lost(f"pool {self.ref.name} had no replica for {_MOST_RESTART_S:g} s")
+            if is_blind:
+                self._check_others()
             self.wake()
             await asyncio.sleep(_REPLICA_EVERY_S)
+
+    def _is_blind(self) -> bool:
+        """Whether no pool of the model had a replica when this pool was chosen.
+
+        A new gateway knows no replicas for a moment. It then chooses the pool with the highest planned rate, also if this pool's
+        node is lost.
+        """
+        return not any(load.replicas for load in (self.load, *self.others))
+
+    def _check_others(self) -> None:
+        """Raises: NoReplica if another pool of the model has a replica now, and this pool has none."""
+        if not self.load.replicas and any(load.heard for load in self.others):
+            raise NoReplica(f"pool {self.ref.name} has no replica, and another pool has one")
 
     def _is_back(self, replica: str) -> bool:
         """Whether the replica is usable: it does not stop, and has lost no stream or has reported long after the loss."""

@@ -76,6 +76,7 @@ class PooledModel:
         for pool in self.pools:
             pool.load.on_deaths = self.suspects.learn
             pool.load.on_loaded = self._note_loaded
+            pool.connection.others = [other.load for other in self.pools if other is not pool]
         self.num_parameters = facts.num_parameters
         self._info = ModelInfo.of(
             config,

@@ -27,6 +27,10 @@ class Stopping(Lost):
     """The replica stops gracefully. Another replica continues its requests and streams."""
 
 
+class NoReplica(Stopping):
+    """The request waits for a pool's first replica, and another pool of the model has one now."""
+
+
 class Unreachable(Lost):
     """The replica is gone, and the request was not sent to it. So the request is not the reason."""
 

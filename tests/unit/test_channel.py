@@ -542,6 +542,24 @@ def test_a_suspect_is_refused_after_a_second_death_also_if_it_had_tokens() -> No
 
 
 @pytest.mark.slow
+def test_a_stream_does_not_wait_for_the_first_replica_of_a_pool_if_another_pool_has_one() -> None:
+    async def scenario() -> None:
+        lost, other = (
+            connection.PoolConnection(PoolRef(name=name, node_class="cpu", tokens_per_s=1000.0)) for name in ("empty", "other")
+        )
+        lost._handle, lost.others = object(), [other.load]  # type: ignore[assignment]
+        lost._woken_at = monotonic()  # so nothing wakes the pool now
+        stream = Stream.begin([1], SamplingOptions(max_tokens=5), VOCABULARY, CONTEXT)
+        waiting = asyncio.ensure_future(lost.generate(stream, Ticket(0, 10, 10)))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        other.load.update({"it": Report(1.0)}, now=monotonic())
+        with pytest.raises(Stopping, match="another pool has one"):  # so it does not count as a loss
+            await asyncio.wait_for(waiting, 10)
+
+    run(scenario)
+
+
 def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve lists a dead replica for seconds, and starts one with another name."""
     monkeypatch.setattr(connection, "_MOST_RESTART_S", 0.2)

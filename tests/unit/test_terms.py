@@ -475,6 +475,44 @@ def test_requests_wait_for_each_other_while_there_are_calls_on_the_way_for_every
     assert [ticket.num_tokens for _, ticket in handle.calls] == tokens_of_calls
 
 
+def test_a_request_does_not_wait_for_the_first_replica_of_a_pool_if_another_pool_has_one(
+    pooled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new gateway knows no replica for a moment. Meanwhile it may choose a pool whose node is lost."""
+    monkeypatch.setattr("serve_app.gateway.connection._LOOK_EVERY_S", 0.01)
+    model, (lost, other) = pooled(vectors, vectors, awake=False)
+
+    async def scenario() -> None:
+        lost.may_answer = asyncio.Event()
+        waiting = asyncio.ensure_future(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+        await until(lambda: lost.calls)
+        model.pools[1].load.update({"p1": Report(1.0, 0, 100.0)}, monotonic())
+        async with asyncio.timeout(10):
+            await waiting
+
+    asyncio.run(scenario())
+    assert (len(lost.calls), len(other.calls)) == (1, 1)
+
+
+def test_a_request_waits_for_the_first_replica_of_a_pool_if_the_others_are_busy(
+    pooled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.gateway.connection._LOOK_EVERY_S", 0.01)
+    model, (busy, asleep) = pooled(vectors, vectors, awake=False)
+    model.pools[0].load.update({"p0": Report(1.0, 10_000, 100.0)}, monotonic())
+
+    async def scenario() -> None:
+        asleep.may_answer = asyncio.Event()
+        waiting = asyncio.ensure_future(model.embed(IDS, EmbedOptions(), DEFAULT_QOS))
+        await until(lambda: asleep.calls)
+        await asyncio.sleep(0.1)
+        asleep.may_answer.set()
+        await waiting
+
+    asyncio.run(scenario())
+    assert (len(busy.calls), len(asleep.calls)) == (0, 1)
+
+
 def test_a_key_is_not_refused_for_the_work_of_another_one(pooled: Any) -> None:
     """The work of one key takes longer than a request may. A request of the same key is refused, one of another key is not."""
     model, (handle,) = pooled(vectors, timeout_s=40.0)
