@@ -24,7 +24,7 @@ WHOLE = EmbedOptions()
 HALF = EmbedOptions(dimensions=2)
 TOKENS = EmbedOptions(normalize=False, pooled=False, outputs=("tokens",))
 POISON, BUG = 13, 14
-HOPELESS_S = 0.4
+HOPELESS_S = 20.0  # and 22 s is enough: both round to the same power of two, and a slow machine needs less than 2 s
 
 
 def call(*lengths: int, options: EmbedOptions = WHOLE, qos: Qos = DEFAULT_QOS, first: int = 100) -> ReplicaCall:
@@ -93,7 +93,7 @@ def test_a_call_alone_is_sent_without_a_copy_of_its_ids() -> None:
 
 
 def test_other_options_or_terms_are_computations_of_their_own_in_any_order() -> None:
-    unstored, late = Qos(store=False), Qos(deadline_s=0.5)
+    unstored, late = Qos(store=False), Qos(deadline_s=30.0)
     calls = [
         call(1, first=1), call(2, options=HALF, first=2), call(3, first=3), call(4, qos=unstored, first=4),
         call(5, options=HALF, first=5), call(6, qos=late, first=6), call(7, options=TOKENS, first=7),
@@ -127,7 +127,7 @@ def test_deadlines_that_are_close_leave_together_with_the_soonest() -> None:
 
 
 def test_a_call_with_time_left_is_computed_although_another_ones_deadline_is_out_of_reach() -> None:
-    answers, passes = sent([call(1, qos=late(0.5), first=1), call(1, qos=late(HOPELESS_S), first=2)])
+    answers, passes = sent([call(1, qos=late(HOPELESS_S + 2), first=1), call(1, qos=late(HOPELESS_S), first=2)])
     assert passes == [2, 1, 1]
     assert vectors(answers[0]) == [[1, 1, 0, 0]]
     assert isinstance(answers[1], DeadlineOutOfReach)
