@@ -14,8 +14,8 @@ from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, num_sms, runs_on
 
 GROUP = 256  # tokens whose sums the first kernel writes (csrc/sample.cu)
-MOST_CANDIDATES = 4096
-_MOST_TOKENS = 1 << 23  # the masses of this many tokens fit into 64 bits
+MOST_CANDIDATES = 4096  # at least as many as groups
+_MOST_TOKENS = 1 << 19  # no sum of the kernels overflows
 _SUM_THREADS, _DRAW_THREADS = 256, 512
 UNROLL = 4  # groups that a warp loads at once if there are enough rows to fill the device
 
@@ -27,7 +27,7 @@ def sample(logits: Tensor, choices: Tensor, last: Tensor | None = None, out: Ten
     some tokens. In the order of their ids they divide [0, 1) by their probabilities, and the row's random number selects one.
 
     Args:
-        logits: [B, V] fp32, bf16 or fp16, contiguous rows, V below 2^23. Masked tokens have -inf.
+        logits: [B, V] fp32, bf16 or fp16, contiguous rows, V below 2^19. Masked tokens have -inf.
         choices: [B, 8] int32, from `choices_of`.
         last: [num_slots] int32; last[slot] becomes the row's token. Two rows may not have the same slot.
         out: [B, 4] int32.

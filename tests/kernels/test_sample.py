@@ -107,6 +107,18 @@ def test_flat_and_peaked_logits(scale: float) -> None:
         assert_same(run(logits, rows), logits, rows)
 
 
+@pytest.mark.parametrize("top_k", [2, 31, 32, 33, 600, 4000, 5000, 140_000])
+def test_few_and_many_candidates(top_k: int) -> None:
+    """The kernel sorts up to 4,096 candidates. For more it searches in the whole row."""
+    options = [(1.0, top_k, 1.0, 0.0), (3.0, top_k, 0.999, 0.0), (3.0, top_k, 0.5, 0.001)]
+    rows = [row_of(number, options[number % 3]) for number in range(12)]
+    for vocab_size, dtype in [(151_936, torch.bfloat16), (151_935, torch.float32)]:
+        logits = random_logits(len(rows), vocab_size, dtype)
+        if dtype == torch.float32:  # as in the test above
+            logits = (logits * 4096).round() / 4096
+        assert_same(run(logits, rows), logits, rows)
+
+
 def test_ties_are_kept_and_greedy_takes_the_lowest_id() -> None:
     rows = [row_of(number, each) for number, each in enumerate(OPTIONS)]
     logits = torch.randint(-3, 4, (len(rows), 5000), device=DEVICE).float()

@@ -1,6 +1,6 @@
 // Chooses one token for each row of logits: temperature, min-p, top-k, top-p, and a draw by one random number. The result is the
-// same in any batch and in any run. It depends on maxima and on sums of whole numbers, whose order does not matter.
-//   logits [B, V], rows logits_stride apart; fp32 or 16 bits (FP32). V below 2^23.
+// same in any batch and in any run. It depends on maxima, on sums in a fixed order, and on sums of whole numbers.
+//   logits [B, V], rows logits_stride apart; fp32 or 16 bits (FP32). V below 2^19.
 //   choices int [B, 8]: temperature, top_p, min_p (bits of fp32), top_k, the random number as 64 bits (low word, high word), slot, 0.
 //   out int [B, 4]: token, 1 if the row is finite, log-probability at temperature 1 (bits of fp32), 0.  last int [num_slots].
 //   VECTOR: rows begin at multiples of 16 bytes, and V is a multiple of 8 (fp32: of 4).
@@ -11,12 +11,12 @@
 // `sample_draw` has a block for each row. From the groups' sums it knows the largest logit, the total mass, and the groups that it
 // has to read: one for a greedy row, one for a row with only a temperature, and for other rows the groups whose largest token is
 // likely enough.
-// It copies the likely tokens of these groups into shared memory. If there are too many, it reads the whole row instead, once for
-// each digit of a search.
-// One search (`threshold`) finds the k-th likeliest token, the least likely token of the nucleus, and the drawn token. The drawn
-// token is the first whose mass, together with that of all smaller ids, passes the random number. The search counts digits of 10
-// bits.
-// p is relative to the likeliest token's, so it is in [0, 1], and the order of the bits is that of p. A token's mass is p * 2^40.
+// It copies the likely tokens of these groups into shared memory, and sorts them by p. Then the k-th likeliest token and the least
+// likely token of the nucleus follow from running sums. It sorts them again by id. The drawn token is the first whose mass, together
+// with that of all smaller ids, passes the random number.
+// If there are too many likely tokens, it reads the whole row instead, once for each digit of a search (`threshold`) for the least
+// likely token. Then it sums up the mass of each group, and draws first a group and then a token.
+// p is relative to the likeliest token's, so it is in [0, 1], and the order of the bits is that of p. A token's mass is p * 2^38.
 // Floor: the bytes of the logits, once.
 #if FP32
 typedef float Logit;
@@ -30,83 +30,87 @@ constexpr float LOG2_E = 1.4426950408889634f, LARGEST = 3.402823466e38f;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// The place of a lane's value e in its group, in the distribution of `load_group`.
+constexpr int CHUNK = VECTOR ? FP32 ? 4 : 8 : 1;  // neighbouring logits of a lane
+
+// The place of a lane's value e in its group, if the group has LANES lanes.
+template <int LANES = 32>
 __device__ __forceinline__ int place_of(int lane, int e) {
-    if (!VECTOR) return e * 32 + lane;
-    return FP32 ? e / 4 * 128 + lane * 4 + e % 4 : lane * 8 + e;
+    return (e / CHUNK * LANES + lane) * CHUNK + e % CHUNK;
 }
 
-// Eight logits a lane; -inf beyond the end of the row.
-__device__ __forceinline__ void load_group(const Logit* row, int group, int lane, int vocab, float (&x)[8]) {
-    const int first = group * GROUP;
+// A lane's logits of a group; -inf beyond the end of the row.
+template <int LANES = 32>
+__device__ __forceinline__ void load_group(const Logit* row, int group, int lane, int vocab, float (&x)[GROUP / LANES]) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] = minus_infinity();
+    for (int e = 0; e < GROUP / LANES; e += CHUNK) {
+        const int at = group * GROUP + place_of<LANES>(lane, e);
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) x[e + i] = minus_infinity();
+        if (at >= vocab) continue;
 #if VECTOR && FP32
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int at = first + place_of(lane, 4 * i);
-        if (at < vocab) {
-            const float4 four = *reinterpret_cast<const float4*>(row + at);
-            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
-        }
-    }
+        const float4 four = *reinterpret_cast<const float4*>(row + at);
+        x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
 #elif VECTOR
-    const int at = first + lane * 8;
-    if (at < vocab) unpack(*reinterpret_cast<const Vec8*>(row + at), x);
+        unpack(*reinterpret_cast<const Vec8*>(row + at), x + e);
+#elif FP32
+        x[e] = row[at];
 #else
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-        const int at = first + place_of(lane, e);
-#if FP32
-        if (at < vocab) x[e] = row[at];
-#else
-        if (at < vocab) x[e] = low(row[at]);
+        x[e] = low(row[at]);
 #endif
     }
-#endif
 }
 
 // The factor of logits for exp2. It is neither infinite nor 0, because 0 * inf would be NaN.
 __device__ __forceinline__ float scale_of(float temperature) { return fmaxf(fminf(LOG2_E / temperature, LARGEST), 1e-30f); }
 
+// The sum of exp2((x - base) * scale) over a group. With fewer lanes it is added up in the same order: a lane has the parts of V lanes.
+template <int LANES>
+__device__ __forceinline__ float group_sum(const float (&x)[GROUP / LANES], float base, float scale) {
+    constexpr int V = 32 / LANES;
+    float part[V] = {};
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+#pragma unroll
+        for (int i = 0; i < V; ++i) part[i] += exp2_fast((x[(e / CHUNK * V + i) * CHUNK + e % CHUNK] - base) * scale);
+#pragma unroll
+    for (int step = V / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < step; ++i) part[i] += part[i + step];
+    return lanes_sum<LANES>(part[0]);
+}
+
 extern "C" __global__ void __launch_bounds__(SUM_THREADS)
 sample_sums(const Logit* __restrict__ logits, const int* __restrict__ choices, float* __restrict__ sums, i64 vocab_,
             i64 logits_stride) {
     overlap();
+    // With few lanes for a group, fewer values go from lane to lane. Narrow loads need neighbouring lanes.
+    constexpr int LANES = VECTOR ? 32 / UNROLL : 32, LOADS = UNROLL * LANES / 32;
     const int vocab = static_cast<int>(vocab_), groups = (vocab + GROUP - 1) / GROUP;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first = blockIdx.x * (SUM_THREADS / 32 * UNROLL) + warp;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % LANES;
+    const int first = (blockIdx.x * (SUM_THREADS / 32) + warp) * UNROLL + threadIdx.x % 32 / LANES;
     const Logit* row = logits + blockIdx.y * logits_stride;
-    float x[UNROLL][8];
+    float x[LOADS][GROUP / LANES];
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) load_group(row, first + i * (SUM_THREADS / 32), lane, vocab, x[i]);
+    for (int i = 0; i < LOADS; ++i) load_group<LANES>(row, first + i, lane, vocab, x[i]);
     const float temperature = __int_as_float(choices[blockIdx.y * 8]);
     const bool two_sums = temperature > 0.f && temperature != 1.f;
     const float scale = scale_of(temperature);
     float* to = sums + static_cast<i64>(blockIdx.y) * 3 * groups;
 #pragma unroll
-    for (int i = 0; i < UNROLL; ++i) {
-        const int group = first + i * (SUM_THREADS / 32);
-        if (group >= groups) return;  // a warp returns as a whole
+    for (int i = 0; i < LOADS; ++i) {
+        const int group = first + i;
         float most = x[i][0];
 #pragma unroll
-        for (int e = 1; e < 8; ++e) most = fmaxf(most, x[i][e]);  // passes over NaN
+        for (int e = 1; e < GROUP / LANES; ++e) most = fmaxf(most, x[i][e]);  // passes over NaN
 #pragma unroll
-        for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+        for (int step = LANES / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
         const float base = most == minus_infinity() ? 0.f : most;
-        float plain = 0.f, scaled = 0.f;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) plain += exp2_fast((x[i][e] - base) * LOG2_E);
-        plain = lanes_sum<32>(plain);
-        if (two_sums) {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) scaled += exp2_fast((x[i][e] - base) * scale);
-            scaled = lanes_sum<32>(scaled);
-        }
-        if (lane == 0) {
+        const float plain = group_sum<LANES>(x[i], base, LOG2_E);
+        const float scaled = two_sums ? group_sum<LANES>(x[i], base, scale) : plain;
+        if (lane == 0 && group < groups) {
             to[group] = most;
             to[groups + group] = plain;
-            to[2 * groups + group] = two_sums ? scaled : plain;
+            to[2 * groups + group] = scaled;
         }
     }
 }
@@ -115,223 +119,366 @@ constexpr int WARPS = DRAW_THREADS / 32;
 constexpr int DIGIT = 10, BINS = 1 << DIGIT;
 constexpr int EACH = BINS / DRAW_THREADS;  // bins of a thread
 static_assert(EACH * DRAW_THREADS == BINS, "each thread has as many bins");
+// A bin counts the parts of a weight apart, because an addition of 64 bits in shared memory is a loop, not an instruction.
+// A row has fewer than 2^(32 - PART) tokens, so no sum of parts overflows. The last part takes all higher bits.
+constexpr int PARTS = 3, PART = 13;
+constexpr int MASS = PARTS * PART - 1;  // p 1 has the mass 2^MASS
 
 struct Shared {
-    u64 bins[BINS];
+    u32 bins[PARTS][BINS];
+    u64 items[MOST_CANDIDATES];  // tokens: the bits of p and the mirrored id; or the masses of groups
     u64 scratch[WARPS];
-    u64 above;
-    int bin, count;
-    u32 keys[MOST_CANDIDATES], ids[MOST_CANDIDATES];
+    u64 left, mass;
+    int index, count;
 };
 
-// p * 2^40, rounded down; p is below 2^17.
-__device__ __forceinline__ u64 mass_of(float p) {
-    const u32 bits = __float_as_uint(p);
-    const int shift = static_cast<int>(bits >> 23) - 110;
-    const u64 digits = (bits & 0x7fffffu) | 0x800000u;
-    return shift >= 0 ? digits << shift : shift > -24 ? digits >> -shift : 0;
+// p * 2^MASS, rounded down, from the bits of p, which is at most 1.
+__device__ __forceinline__ u64 mass_of(u32 key) {
+    return static_cast<u64>((key & 0x7fffffu) | 0x800000u) << (MASS - 23) >> min(127 - (key >> 23), 63u);
 }
-__device__ __forceinline__ u64 mass_of(u32 key) { return mass_of(__uint_as_float(key)); }
+__device__ __forceinline__ u64 mass_from(u32 least, u32 key) { return mass_of(key >= least ? key : 0u); }  // without a branch
+// The same for the sum of a group.
+__device__ __forceinline__ u64 group_mass_of(float sum) {
+    const u32 key = __float_as_uint(sum);
+    return key <= 127u << 23 ? mass_of(key) : static_cast<u64>((key & 0x7fffffu) | 0x800000u) << (MASS - 23) + (key >> 23) - 127;
+}
 
 // The sum over the block. Every thread gets the result.
 template <class T, class Join>
 __device__ __forceinline__ T reduce(T x, Join join, Shared& shared) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, step));
     T* scratch = reinterpret_cast<T*>(shared.scratch);
+    auto lanes = [&](int count) {
+#pragma unroll
+        for (int step = count / 2; step > 0; step /= 2) x = join(x, __shfl_xor_sync(ALL_LANES, x, step));
+    };
+    lanes(32);
     __syncthreads();  // the results of an earlier call have been read
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
     __syncthreads();
-    x = scratch[0];
-    for (int i = 1; i < WARPS; ++i) x = join(x, scratch[i]);
+    x = scratch[threadIdx.x % WARPS];
+    lanes(WARPS);
     return x;
 }
 __device__ __forceinline__ u64 total_of(u64 x, Shared& shared) {
     return reduce(x, [](u64 a, u64 b) { return a + b; }, shared);
 }
 
-// Adds to a bin. Every lane of the warp calls it. With equal tokens many lanes add to one bin, and atomic additions to one bin
-// happen one after another. So the lanes of the first two bins are added up before.
-__device__ __forceinline__ void add(u64* bins, u32 bin, u64 weight) {
-    const int lane = threadIdx.x % 32;
-    bool pending = weight > 0;
+// The sum of x over the lanes up to this one.
+template <int LANES = 32>
+__device__ __forceinline__ u64 lanes_up_to(u64 x) {
 #pragma unroll
-    for (int round = 0; round < 2; ++round) {
-        const u32 waiting = __ballot_sync(ALL_LANES, pending);
-        if (waiting == 0) return;
-        const int leader = __ffs(waiting) - 1;
-        const u32 leading = __shfl_sync(ALL_LANES, bin, leader);  // outside of &&, which not every lane would evaluate
-        const bool same = pending && bin == leading;
-        if (__popc(__ballot_sync(ALL_LANES, same)) < 4) continue;
-        u64 sum = same ? weight : 0;
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, step);
-        if (lane == leader) atomicAdd(&bins[bin], sum);
-        pending = pending && !same;
+    for (int step = 1; step < LANES; step *= 2) {
+        const u64 other = __shfl_up_sync(ALL_LANES, x, step);
+        if (threadIdx.x % 32 >= step) x += other;
     }
-    if (pending) atomicAdd(&bins[bin], weight);
+    return x;
 }
 
-struct Found {
-    u32 key;
-    u64 above;  // the weight of all larger keys
+struct Sums {
+    u64 before, total;  // of the threads before this one, and of all
 };
+__device__ __forceinline__ Sums scan(u64 x, Shared& shared) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u64 sum = lanes_up_to(x);
+    __syncthreads();  // the results of an earlier call have been read
+    if (lane == 31) shared.scratch[warp] = sum;
+    __syncthreads();
+    const u64 sums = lanes_up_to<WARPS>(lane < WARPS ? shared.scratch[lane] : 0);
+    const u64 warps = __shfl_sync(ALL_LANES, sums, max(warp - 1, 0)), total = __shfl_sync(ALL_LANES, sums, WARPS - 1);
+    return {(warp > 0 ? warps : 0) + sum - x, total};
+}
+
+struct Place {
+    int index;
+    u64 left, mass;  // the target less 1 and less the mass of all items before; the item's own mass
+};
+// The first of `count` items whose mass, together with that of all items before it, is at least `target(total)`, 1 to the total.
+template <class Mass, class Target>
+__device__ __forceinline__ Place find(int count, Mass mass, Target target, Shared& shared) {
+    const int each = (count + DRAW_THREADS - 1) / DRAW_THREADS;
+    const int first = threadIdx.x * each, end = min(first + each, count);
+    u64 own = 0;
+    for (int i = first; i < end; ++i) own += mass(shared.items[i]);
+    const Sums sums = scan(own, shared);
+    const u64 wanted = target(sums.total);
+    u64 before = sums.before;
+    if (before < wanted && wanted <= before + own) {  // in one thread
+        int i = first;
+        u64 last = mass(shared.items[i]);
+        while (before + last < wanted) before += last, last = mass(shared.items[++i]);
+        shared.index = i, shared.left = wanted - 1 - before, shared.mass = last;
+    }
+    __syncthreads();
+    return {shared.index, shared.left, shared.mass};
+}
+
+// Sorts the first `count` items, the largest first: a bitonic sort, whose short steps are between the lanes of a warp.
+__device__ __forceinline__ void sort(int count, Shared& shared) {
+    u64* items = shared.items;
+    int size = 32;
+    while (size < count) size *= 2;
+    for (int i = count + threadIdx.x; i < size; i += DRAW_THREADS) items[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int run = 32; run <= size; run *= 2) {  // pairs of sorted runs of half this size become one
+#pragma unroll 1
+        for (int step = run / 2; step >= 32; step /= 2) {
+            for (int i = threadIdx.x; i < size / 2; i += DRAW_THREADS) {
+                const int a = 2 * i - (i & (step - 1));
+                const u64 x = items[a], y = items[a + step];
+                if ((x < y) == ((a & run) == 0)) items[a] = y, items[a + step] = x;
+            }
+            __syncthreads();
+        }
+        for (int i = threadIdx.x; i < size; i += DRAW_THREADS) {
+            u64 x = items[i];
+            auto merge = [&](int run, int width) __attribute__((always_inline)) {
+#pragma unroll
+                for (int step = width / 2; step > 0; step /= 2) {
+                    const u64 other = __shfl_xor_sync(ALL_LANES, x, step);
+                    if ((x < other) == (((i & step) == 0) == ((i & run) == 0))) x = other;
+                }
+            };
+            if (run == 32) {
+#pragma unroll
+                for (int first = 2; first < 32; first *= 2) merge(first, first);
+            }
+            merge(run, 32);
+            items[i] = x;
+        }
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ void add(u32 (&bins)[PARTS][BINS], u32 bin, u64 weight) {
+    constexpr u32 MASK = (1u << PART) - 1;
+    const u32 parts[PARTS] = {static_cast<u32>(weight) & MASK, static_cast<u32>(weight >> PART) & MASK,
+                              static_cast<u32>(weight >> 2 * PART)};
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i)
+        if (parts[i] > 0) atomicAdd(&bins[i][bin], parts[i]);
+}
 
 // The largest key whose weight, together with that of all larger keys, is at least `target`. A target above the total is the total.
-// Keys are below 2^(shift + 10); `shift` is a multiple of 10. `each` calls its argument with a key and a weight for each item. All
-// lanes of a warp make the call together, with weight 0 if a lane has no item. The total weight and `target` are above 0.
+// `digits`: of the three digits of a key, that many are found; the others are 0. `each` calls its argument with a key and a weight
+// for each of a thread's items. The total weight and `target` are above 0. There are fewer than 2^(32 - PART) items.
 template <class Each>
-__device__ __forceinline__ Found threshold(Each each, u64 target, int shift, Shared& shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+__device__ __forceinline__ u32 threshold(Each each, u64 target, int digits, Shared& shared) {
     u64 above = 0;
     u32 prefix = 0;
-    for (bool is_first = true; shift >= 0; shift -= DIGIT, is_first = false) {
-        for (int i = threadIdx.x; i < BINS; i += DRAW_THREADS) shared.bins[i] = 0;
+    for (int digit = 0; digit < digits; ++digit) {
+        const int shift = (2 - digit) * DIGIT;
+        for (int i = threadIdx.x; i < PARTS * BINS; i += DRAW_THREADS) (&shared.bins[0][0])[i] = 0;
         __syncthreads();
+        // A thread's items of one bin that follow one another are added up before. Otherwise equal tokens, whose additions happen one
+        // after another, would take long.
+        u32 bin = 0;
+        u64 sum = 0;
         each([&](u32 key, u64 weight) __attribute__((always_inline)) {
-            add(shared.bins, key >> shift & (BINS - 1), key >> (shift + DIGIT) == prefix ? weight : 0);
+            const u32 its = key >> shift & (BINS - 1);
+            if (weight == 0 || key >> (shift + DIGIT) != prefix) return;
+            if (its != bin) add(shared.bins, bin, sum), bin = its, sum = 0;
+            sum += weight;
         });
+        add(shared.bins, bin, sum);
         __syncthreads();
         const int top = BINS - 1 - EACH * static_cast<int>(threadIdx.x);  // a thread's bins, from the largest key down
-        u64 own = 0;
+        u64 weights[EACH], own = 0;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) own += shared.bins[top - i];
-        u64 sum = own;  // of all lanes up to this one
+        for (int i = 0; i < EACH; ++i) {
+            weights[i] = 0;
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            const u64 other = __shfl_up_sync(ALL_LANES, sum, step);
-            if (lane >= step) sum += other;
+            for (int part = 0; part < PARTS; ++part) weights[i] += static_cast<u64>(shared.bins[part][top - i]) << part * PART;
+            own += weights[i];
         }
-        if (lane == 31) shared.scratch[warp] = sum;
-        __syncthreads();
-        u64 before = above, total = above;
-        for (int i = 0; i < WARPS; ++i) {
-            if (i < warp) before += shared.scratch[i];
-            total += shared.scratch[i];
-        }
-        if (is_first) target = min(target, total);
-        before += sum - own;
+        const Sums sums = scan(own, shared);
+        if (digit == 0) target = min(target, sums.total);
+        u64 before = above + sums.before;
         if (before < target && target <= before + own) {  // in one thread
-            int bin = top;
+            int i = 0;
 #pragma unroll
-            for (int i = 0; i < EACH - 1; ++i)
-                if (bin == top - i && before + shared.bins[bin] < target) before += shared.bins[bin--];
-            shared.bin = bin;
-            shared.above = before;
+            for (int next = 1; next < EACH; ++next)
+                if (i == next - 1 && before + weights[i] < target) before += weights[i], i = next;
+            shared.index = top - i, shared.left = before;
         }
         __syncthreads();
-        prefix = prefix << DIGIT | static_cast<u32>(shared.bin);
-        above = shared.above;
+        prefix = prefix << DIGIT | static_cast<u32>(shared.index);
+        above = shared.left;
     }
-    __syncthreads();  // `bins` and `scratch` may be used again
-    return {prefix, above};
+    return prefix << (3 - digits) * DIGIT;
 }
 
-// The source of a row's tokens. `each` calls its argument with the bits of p and the id. All lanes of a warp make the call
-// together, with p 0 if a lane has no token.
 struct Row {
     const Logit* row;
     int vocab, groups;
     float largest, scale;
 
     __device__ __forceinline__ u32 key_of(float x) const { return __float_as_uint(exp2_fast((x - largest) * scale)); }
+    // A logit that is not larger than any logit with this key. It is a little lower than most, because of rounding.
+    __device__ __forceinline__ float logit_of(u32 key) const {
+        const float exponent = fmaxf(__log2f(__uint_as_float(key)), -126.f);  // smaller p are 0
+        return __fadd_rd(largest, (exponent - 1e-4f) * (1.f + 1e-6f) / scale);
+    }
+
+    // Calls f with a group and a lane's logits of it, for a warp's share of all groups.
     template <class F>
-    __device__ __forceinline__ void each(F f) const {
+    __device__ __forceinline__ void each_group(F f) const {
         const int lane = threadIdx.x % 32;
         for (int group = threadIdx.x / 32; group < groups; group += WARPS) {
             float x[8];
             load_group(row, group, lane, vocab, x);
-#pragma unroll
-            for (int e = 0; e < 8; ++e) f(key_of(x[e]), static_cast<u32>(group * GROUP + place_of(lane, e)));
+            f(group, x);
         }
     }
-};
-struct List {
-    const u32 *keys, *ids;
-    int count;
-
-    template <class F>
-    __device__ __forceinline__ void each(F f) const {
-        for (int start = threadIdx.x / 32 * 32; start < count; start += DRAW_THREADS) {
-            const int i = start + threadIdx.x % 32;
-            f(i < count ? keys[i] : 0u, i < count ? ids[i] : 0u);
-        }
+    // The mass of a lane's tokens whose p is at least `least`.
+    __device__ __forceinline__ u64 lane_mass(const float (&x)[8], u32 least) const {
+        u64 mass = 0;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) mass += mass_from(least, key_of(x[e]));
+        return mass;
     }
 };
 
 struct Options {
     u32 least;     // bits of the least p that min-p keeps; 1, the smallest above 0, without min-p
-    u64 top_k;     // 0: all
+    int top_k;     // 0: all
     float top_p;   // 1: all
     u64 total;     // the mass of all tokens, for top-p if neither min-p nor top-k removes any
     bool removes;  // min-p or top-k comes before top-p
     u64 uniform;
+
+    // The target of the drawn token.
+    __device__ __forceinline__ u64 drawn(u64 mass) const { return __umul64hi(uniform, mass) + 1; }
+    // The target of the last token of the nucleus.
+    __device__ __forceinline__ u64 nucleus(u64 mass) const {
+        return max(static_cast<u64>(ceil(static_cast<double>(top_p) * static_cast<double>(mass))), static_cast<u64>(1));
+    }
 };
 
-__device__ __forceinline__ u64 share_of(float part, u64 mass) {
-    return static_cast<u64>(ceil(static_cast<double>(part) * static_cast<double>(mass)));
+// The id of the token that is drawn among the first `count` items.
+__device__ __forceinline__ int draw(int count, const Options& options, Shared& shared) {
+    auto key_of = [](u64 item) { return static_cast<u32>(item >> 32); };
+    u32 least = options.least;
+    sort(count, shared);  // by p
+    if (options.top_k > 0) least = max(least, key_of(shared.items[min(options.top_k, count) - 1]));
+    if (options.top_p < 1.f) {
+        auto mass = [&](u64 item) { return mass_from(least, key_of(item)); };
+        auto target = [&](u64 total) { return min(options.nucleus(options.removes ? total : options.total), total); };
+        least = max(least, key_of(shared.items[find(count, mass, target, shared).index]));
+    }
+    __syncthreads();  // `items` has been read
+    for (int i = threadIdx.x; i < count; i += DRAW_THREADS) shared.items[i] = shared.items[i] << 32 | shared.items[i] >> 32;
+    sort(count, shared);  // by id, the lowest first
+    auto mass = [&](u64 item) { return mass_from(least, static_cast<u32>(item)); };
+    const Place drawn = find(count, mass, [&](u64 total) { return options.drawn(total); }, shared);
+    return static_cast<int>(~key_of(shared.items[drawn.index]));
 }
 
-// The id of the token that is drawn from `source`.
-template <class Source>
-__device__ __forceinline__ int draw(const Source& source, const Options& options, int vocab, Shared& shared) {
-    const int id_shift = vocab > 1 << 20 ? 20 : vocab > 1 << 10 ? 10 : 0;
-    const u32 mirror = (1u << (id_shift + DIGIT)) - 1;  // the lowest id has the largest key
+// The id of the token at a place among the groups' masses. Only tokens with p of at least `least` have a mass.
+__device__ __forceinline__ int pick(const Row& source, const Place& place, u32 least) {
+    const int lane = threadIdx.x % 32;
+    float x[8];
+    load_group(source.row, place.index, lane, source.vocab, x);
+    u64 total = source.lane_mass(x, least);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+    u64 target = place.left;
+    if (place.mass != total) {  // the group's mass was approximate
+        const double part = static_cast<double>(target) / static_cast<double>(place.mass);
+        target = min(static_cast<u64>(part * static_cast<double>(total)), total - 1);
+    }
+    u64 base = 0;
+    int found = -1;
+#pragma unroll
+    for (int run = 0; run < 8; run += CHUNK) {
+        u64 mass[CHUNK], own = 0;
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) own += mass[e] = mass_from(least, source.key_of(x[run + e]));
+        const u64 sum = base + lanes_up_to(own);
+        u64 passed = sum - own;
+#pragma unroll
+        for (int e = 0; e < CHUNK; ++e) {
+            if (passed <= target && target < passed + mass[e]) found = place_of(lane, run + e);  // for one token
+            passed += mass[e];
+        }
+        base = __shfl_sync(ALL_LANES, sum, 31);
+    }
+    return place.index * GROUP + __shfl_sync(ALL_LANES, found, __ffs(__ballot_sync(ALL_LANES, found >= 0)) - 1);
+}
+
+// The id of the token that is drawn from a row with more likely tokens than fit into `items`.
+__device__ __forceinline__ int draw(const Row& source, const Options& options, Shared& shared) {
     u32 least = options.least;
-    int id = 0;
-    // The k-th likeliest token, then the last of the nucleus, then the token drawn.
 #pragma unroll 1
-    for (int step = options.top_k > 0 ? 0 : options.top_p < 1.f ? 1 : 2; step < 3; ++step) {
-        if (step == 1 && !(options.top_p < 1.f)) continue;
+    for (int step = 0; step < 2; ++step) {  // the k-th likeliest token, then the last of the nucleus
+        if (step == 0 ? options.top_k == 0 : !(options.top_p < 1.f)) continue;
         u64 target = options.top_k;
-        if (step > 0) {
+        if (step == 1) {
             u64 mass = options.total;
-            if (step == 2 || options.removes) {
+            if (options.removes) {
                 mass = 0;
-                source.each([&](u32 key, u32) __attribute__((always_inline)) { mass += key >= least ? mass_of(key) : 0; });
+                source.each_group([&](int, const float(&x)[8]) { mass += source.lane_mass(x, least); });
                 mass = total_of(mass, shared);
             }
-            target = step == 2 ? __umul64hi(options.uniform, mass) + 1 : max(share_of(options.top_p, mass), static_cast<u64>(1));
+            target = options.nucleus(mass);
         }
         auto items = [&](auto f) __attribute__((always_inline)) {
-            source.each([&](u32 key, u32 id) __attribute__((always_inline)) {
-                f(step == 2 ? mirror - min(id, mirror) : key, step == 0 ? key > 0 : key >= least ? mass_of(key) : 0);
+            source.each_group([&](int, const float(&x)[8]) __attribute__((always_inline)) {
+#pragma unroll
+                for (int e = 0; e < 8; ++e) {
+                    const u32 key = source.key_of(x[e]);
+                    f(key, step == 0 ? key > 0 : mass_from(least, key));
+                }
             });
         };
-        const u32 found = threshold(items, target, step == 2 ? id_shift : 20, shared).key;
-        if (step == 2)
-            id = static_cast<int>(mirror - found);
-        else
-            least = max(least, found);
+        least = max(least, threshold(items, target, 3, shared));
     }
-    return id;
+    source.each_group([&](int group, const float(&x)[8]) {
+        u64 mass = source.lane_mass(x, least);
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, step);
+        if (threadIdx.x % 32 == 0) shared.items[group] = mass;
+    });
+    __syncthreads();
+    auto itself = [](u64 mass) { return mass; };
+    return pick(source, find(source.groups, itself, [&](u64 total) { return options.drawn(total); }, shared), least);
 }
 
-// Copies the tokens with p of at least `least` into shared memory, in any order. Returns their number, which may be larger than
-// MOST_CANDIDATES: then the copies are of no use.
+// Makes items of the tokens with p of at least `least`, and of some just below, in any order. Returns their number. If it is larger
+// than MOST_CANDIDATES, some are missing.
 __device__ __forceinline__ int gather(const Row& source, const float* group_largest, u32 least, Shared& shared) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
     if (threadIdx.x == 0) shared.count = 0;
     __syncthreads();
-    for (int start = 0; start < source.groups; start += DRAW_THREADS) {
+    const float bound = source.logit_of(least);
+    bool full = false;
+    for (int start = 0; start < source.groups && !full; start += DRAW_THREADS) {
         const int mine = start + lane * WARPS + warp;  // neighbouring groups go to different warps
-        u32 wanted = __ballot_sync(ALL_LANES, mine < source.groups && source.key_of(group_largest[mine]) >= least);
+        u32 wanted = __ballot_sync(ALL_LANES, mine < source.groups && group_largest[mine] >= bound);
         for (; wanted != 0; wanted &= wanted - 1) {
             const int group = start + (__ffs(wanted) - 1) * WARPS + warp;
             float x[8];
             load_group(source.row, group, lane, source.vocab, x);
+            u32 hits[8];
+            int count = 0, at = 0;
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-                const u32 key = source.key_of(x[e]), hits = __ballot_sync(ALL_LANES, key >= least);
-                if (hits == 0) continue;
-                int at = 0;
-                if (lane == 0) at = atomicAdd(&shared.count, __popc(hits));
-                at = __shfl_sync(ALL_LANES, at, 0) + __popc(hits & ((1u << lane) - 1));
-                if (key >= least && at < MOST_CANDIDATES) {
-                    shared.keys[at] = key;
-                    shared.ids[at] = static_cast<u32>(group * GROUP + place_of(lane, e));
+                hits[e] = __ballot_sync(ALL_LANES, x[e] >= bound);
+                count += __popc(hits[e]);
+            }
+            if (lane == 0) at = atomicAdd(&shared.count, count);
+            at = __shfl_sync(ALL_LANES, at, 0);
+            full = at + count > MOST_CANDIDATES;
+            if (full) break;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+                if (hits[e] == 0) continue;
+                if (hits[e] >> lane & 1) {
+                    const u32 id = static_cast<u32>(group * GROUP + place_of(lane, e));
+                    shared.items[at + __popc(hits[e] & ((1u << lane) - 1))] = static_cast<u64>(source.key_of(x[e])) << 32 | ~id;
                 }
+                at += __popc(hits[e]);
             }
         }
     }
@@ -339,7 +486,7 @@ __device__ __forceinline__ int gather(const Row& source, const float* group_larg
     return shared.count;
 }
 
-extern "C" __global__ void __launch_bounds__(DRAW_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(DRAW_THREADS, 2)
 sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, const float* __restrict__ sums,
             int* __restrict__ last, int* __restrict__ out, i64 vocab_, i64 logits_stride, i64 num_slots) {
     overlap();
@@ -385,65 +532,55 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
             token = first * GROUP + place;
         } else {
             const bool has_k = top_k > 0 && top_k < vocab, has_p = top_p < 1.f, has_min = min_p > 0.f;
-            const bool keeps_all = !has_k && !has_p && !has_min;
             Row source{row, vocab, groups, most, scale_of(temperature)};
             auto likeliest = [&](int group) { return source.key_of(largest[group]); };
-            auto group_mass = [&](int group) { return mass_of(scaled[group] * __uint_as_float(likeliest(group))); };
-            u64 total = 0;
-            for (int group = threadIdx.x; group < groups; group += DRAW_THREADS) total += group_mass(group);
-            total = total_of(total, shared);
-            Options options{has_min ? __float_as_uint(fminf(min_p, 1.f)) : 1u, has_k ? static_cast<u64>(top_k) : 0, top_p, total,
+            auto group_mass = [&](int group) { return group_mass_of(scaled[group] * __uint_as_float(likeliest(group))); };
+            Options options{has_min ? __float_as_uint(fminf(min_p, 1.f)) : 1u, has_k ? top_k : 0, top_p, 0,
                             has_k || has_min, uniform};
-            // A search among the groups. If all tokens are kept, it finds the group of the drawn token. Otherwise it finds a p to
-            // begin with. The k likeliest tokens are at least as likely as the k-th of the groups' likeliest tokens. For top-p
-            // alone this p is a guess: the groups whose likeliest token is above it have a little more mass than needed.
-            u64 target = __umul64hi(uniform, total), enough = 0;
-            if (has_k)
-                enough = options.top_k;
-            else if (has_p)
-                enough = share_of(top_p, total);
-            Found found{options.least, 0};
-            if (keeps_all || has_k || !has_min) {
-                const int shift = keeps_all ? (groups > BINS ? 20 : 0) : 20;
-                const u32 mirror = (1u << (shift + DIGIT)) - 1;
-                auto items = [&](auto f) __attribute__((always_inline)) {
-                    for (int start = warp * 32; start < groups; start += DRAW_THREADS) {
-                        const int group = start + lane;
-                        const bool valid = group < groups;
-                        const u32 key = valid ? likeliest(group) : 0;
-                        const u64 weight = valid ? has_k ? key > 0 : group_mass(group) : 0;
-                        f(keeps_all ? mirror - min(static_cast<u32>(group), mirror) : key, weight);
-                    }
-                };
-                found = threshold(items, keeps_all ? target + 1 : has_k ? enough : enough + (total - enough) / 2 + 1, shift, shared);
-                if (keeps_all) found.key = mirror - found.key;
-            }
-            int first_id = 0, count = MOST_CANDIDATES + 1;
-            if (keeps_all) {
-                // The rest of the random number is a share of the group's mass.
-                const int group = static_cast<int>(found.key);
-                first_id = group * GROUP;
-                const double left = static_cast<double>(target - min(target, found.above)) / static_cast<double>(group_mass(group));
-                options.uniform = static_cast<u64>(left * 18446744073709551616.0);  // saturates
-                source = Row{row + first_id, min(GROUP, vocab - first_id), 1, largest[group], source.scale};
+            if (!has_k && !has_p && !has_min) {
+                for (int group = threadIdx.x; group < groups; group += DRAW_THREADS) shared.items[group] = group_mass(group);
+                __syncthreads();
+                auto itself = [](u64 mass) { return mass; };
+                const Place place = find(groups, itself, [&](u64 total) { return options.drawn(total); }, shared);
+                source.largest = largest[place.index];  // the group may have only tokens with mass 0 beside the row's likeliest
+                token = pick(source, place, options.least);
             } else {
-                u32 least = max(options.least, found.key);
+                // A p to begin with, from the groups' sums. The k likeliest tokens are at least as likely as the k-th of the
+                // groups' likeliest tokens. For top-p alone this p is a guess: the groups whose likeliest token is above it have
+                // a little more mass than needed.
+                u32 least = options.least;
+                u64 enough = options.top_k;
+                if (!options.removes) {
+                    u64 total = 0;
+                    for (int group = threadIdx.x; group < groups; group += DRAW_THREADS) total += group_mass(group);
+                    options.total = total_of(total, shared);
+                    enough = options.nucleus(options.total);
+                }
+                if (has_k || !has_min) {
+                    auto items = [&](auto f) __attribute__((always_inline)) {
+                        for (int group = threadIdx.x; group < groups; group += DRAW_THREADS)
+                            f(likeliest(group), has_k ? likeliest(group) > 0 : group_mass(group));
+                    };
+                    const u64 target = has_k ? enough : enough + (options.total - enough) / 2 + 1;
+                    least = max(least, threshold(items, target, 1, shared));
+                }
+                int count;
                 while (true) {
                     count = gather(source, largest, least, shared);
                     if (count > MOST_CANDIDATES || least <= options.least) break;
                     u64 gathered = static_cast<u64>(count);
                     if (!has_k) {
                         gathered = 0;
-                        for (int i = threadIdx.x; i < count; i += DRAW_THREADS) gathered += mass_of(shared.keys[i]);
+                        for (int i = threadIdx.x; i < count; i += DRAW_THREADS)
+                            gathered += mass_of(static_cast<u32>(shared.items[i] >> 32));
                         gathered = total_of(gathered, shared);
                     }
                     if (gathered >= enough) break;
                     const u32 sixteen = 4u << 23;  // in the bits of p: p / 16
                     least = least > options.least + sixteen ? least - sixteen : options.least;
                 }
+                token = count > MOST_CANDIDATES ? draw(source, options, shared) : draw(count, options, shared);
             }
-            token = count > MOST_CANDIDATES ? first_id + draw(source, options, source.vocab, shared)
-                                            : draw(List{shared.keys, shared.ids, count}, options, vocab, shared);
             token = min(token, vocab - 1);
         }
         float x;
