@@ -45,6 +45,7 @@ def main() -> None:
                             "answered/s": found.answered_per_s,
                             "answered / closed loop": found.answered_per_s / full,
                             "answered, p99 ms": 1e3 * percentile(latencies_s, 99) if len(latencies_s) else "-",
+                            "sent late, p99 ms": found.late_ms(99),
                             "refused": refused,
                             "failed otherwise": found.errors.total() - refused,
                             "CPU s of Ray's stand-in proxy": stand_in,
@@ -54,7 +55,8 @@ def main() -> None:
     notes = [
         "a gateway in front of a stub engine that gives a fixed vector; one text of about 100 tokens a request; "
         f"{REQUESTS.seconds:g} s of Poisson arrivals, of which the first is not counted; phases follow one another",
-        "clients on the same cores, each gives up after 10 s",
+        "clients on the same cores, each gives up after 10 s; a latency begins when the request is due, and includes the time for "
+        "which the client sends it late",
         "the stand-in is Ray's own proxy, which HAProxy turns to where a gateway is late for its health check",
     ]
     write("overload", "python -m loadtests.overload", {"One gateway": rows}, notes)
