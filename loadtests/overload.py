@@ -55,8 +55,8 @@ def main() -> None:
     notes = [
         "a gateway in front of a stub engine that gives a fixed vector; one text of about 100 tokens a request; "
         f"{REQUESTS.seconds:g} s of Poisson arrivals, of which the first is not counted; phases follow one another",
-        "clients on the same cores, each gives up after 10 s; a latency begins when the request is due, and includes the time for "
-        "which the client sends it late",
+        "clients on the same cores, each gives up after 10 s; a latency begins when the request is due, so it includes the time "
+        "for which the client sends it late",
         "the stand-in is Ray's own proxy, which HAProxy turns to where a gateway is late for its health check",
     ]
     write("overload", "python -m loadtests.overload", {"One gateway": rows}, notes)
