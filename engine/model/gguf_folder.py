@@ -37,6 +37,8 @@ _MODELS = {
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
 }
+# The names of sentence-transformers for llama.cpp's poolings.
+_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 # llama.cpp recognises Gemma 3 27B by its number of layers. That model scales its scores by another width.
 _LAYERS_OF_GEMMA3_27B = 62
 
@@ -44,6 +46,7 @@ _LAYERS_OF_GEMMA3_27B = 62
 def write_folder(header: Header, folder: Path) -> None:
     """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json, and the link model.gguf.
 
+    A model that embeds also gets 1_Pooling/config.json.
     Raises: ModelError for a model that the engine would not compute as its authors meant. It names the key or the tensor.
     """
     _refuse(header)
@@ -60,6 +63,9 @@ def write_folder(header: Header, folder: Path) -> None:
     files = {"config.json": config | tokens, "generation_config.json": generation, "tokenizer_config.json": about}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if (pooling := _pooling(header)) is not None:
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}) + "\n", encoding="utf-8")
     (folder / "model.gguf").symlink_to(header.path.absolute())
 
 
@@ -142,6 +148,19 @@ def _refuse(header: Header) -> None:
             )
     if "rope_freqs.weight" in header.tensors:
         raise ModelError(f"{header.path}: RoPE scaled by the tensor rope_freqs.weight, as in Llama 3.1, is not supported")
+
+
+def _pooling(header: Header) -> str | None:
+    """The pooling of a model that embeds, such as Qwen3-Embedding. None for a model that generates."""
+    kind = header.own("pooling_type")
+    if kind is None or kind == 0:
+        return None
+    if not isinstance(kind, int) or kind not in _POOLINGS:
+        raise ModelError(
+            f"{header.path}: {header.architecture}.pooling_type = {kind!r:.80} is not supported (only 0, which means none, "
+            f"{', '.join(f'{number} {name}' for number, name in _POOLINGS.items())}; 4 is a reranker)"
+        )
+    return _POOLINGS[kind]
 
 
 def _token_ids(header: Header) -> dict[str, int]:

@@ -22,11 +22,14 @@ from tokenizers import Tokenizer
 from engine import Engine, ModelError, hub
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
 from engine.model import gguf_weights
+from engine.model.config import Pooling
+from engine.model.folder import load_model_config
 from engine.model.gguf import read_header
 from engine.model.gguf_folder import model_config, write_folder
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.keys import Keys
 from engine.model.weights import Checkpoint
+from engine.options import EncodeOptions
 
 Tiny = Callable[..., Path]
 IDS = [[5, 6, 7, 8, 9, 250, 3, 90], [17], list(range(40, 80))]
@@ -161,6 +164,23 @@ def test_special_tokens_stand_around_a_text_if_the_file_says_so(
     assert Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a").tokens == tokens
 
 
+@pytest.mark.parametrize(("kind", "pooling"), [(1, "mean"), (2, "cls"), (3, "last_token")])
+def test_a_file_with_a_pooling_embeds(tiny: Tiny, as_gguf: Callable[..., Path], kind: int, pooling: Pooling) -> None:
+    """As llama.cpp converts Qwen3-Embedding: the key names the pooling, and a token ends each text."""
+    file = as_gguf("qwen3_lm", more={"qwen3.pooling_type": kind, "tokenizer.ggml.add_eos_token": True})
+    engine = Engine.load(file, dtype="float32", device="cpu")
+    assert (engine.config.pooling, engine.config.generation) == (pooling, None)
+    expected = Engine.load(tiny("qwen3_lm"), dtype="float32", device="cpu", pooling=pooling).embed(IDS)
+    np.testing.assert_array_equal(engine.embed(IDS), expected)
+    (ids,) = engine.tokenizer.encode(["a"], EncodeOptions())
+    assert ids[-1] == tiny_gguf.byte_level_tokens().index("<|end|>")
+
+
+@pytest.mark.parametrize("more", [{}, {"qwen3.pooling_type": 0}])
+def test_a_file_without_a_pooling_generates(as_gguf: Callable[..., Path], more: dict[str, int]) -> None:
+    assert load_model_config(resolve_model(as_gguf("qwen3_lm", more=more))).generation is not None
+
+
 def test_a_folder_with_nothing_but_a_gguf_file_is_that_file(tiny: Tiny, as_gguf: Callable[..., Path], tmp_path: Path) -> None:
     file = as_gguf("llama_lm")
     alone = tmp_path / "alone"
@@ -242,6 +262,8 @@ def test_the_embedded_generator_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
         ({"llama.rope.scaling.factor": 8.0}, "llama.rope.scaling.factor = 8.0 is not supported"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal = False is not supported"),
+        ({"llama.pooling_type": 4}, "llama.pooling_type = 4 is not supported"),
+        ({"llama.pooling_type": [3]}, "llama.pooling_type = [3] is not supported"),
         ({"llama.rope.dimension_count": 16}, "llama.rope.dimension_count is 16, only a head's whole width 32 works"),
         ({"llama.block_count": 10**9}, "block_count is 1000000000, the file has"),
         ({"llama.block_count": None}, "llama.block_count is None, expected a positive number"),
