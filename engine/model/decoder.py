@@ -47,7 +47,10 @@ def decoder_shape(keys: Keys, head_dim: int | None = None, causal: bool | None =
         head_dim: the value if the file has none. None divides hidden_size by the number of heads.
         causal: the value, for families with other keys for it. None: the file has the value.
     """
-    return read_shape(keys, DECODER, eps=1e-6, head_dim=head_dim, causal=is_causal(keys) if causal is None else causal)
+    shape = read_shape(keys, DECODER, eps=1e-6, head_dim=head_dim, causal=is_causal(keys) if causal is None else causal)
+    if shape["head_dim"] % 2:
+        raise ModelError(f"{keys.path}: head_dim is {shape['head_dim']}, expected an even number, because RoPE rotates pairs")
+    return shape
 
 
 class Windows(TypedDict):

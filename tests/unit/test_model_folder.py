@@ -99,6 +99,7 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("qwen2", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported (only SwiGLU)"),
         ("qwen2", {"num_attention_heads": 6}, "hidden_size = 64 is not a multiple of num_attention_heads = 6"),
         ("qwen2", {"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
+        ("qwen3", {"head_dim": 33}, "head_dim is 33, expected an even number"),
         ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "all of Mistral's layers have the same window"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
