@@ -20,9 +20,9 @@ from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 MOST_ROWS = 32
 # More rows are faster with `gemm_skinny`, except for a W in codes with fewer values than _LARGE.
 _MOST_ROWS_OF_MOST, _LARGE = 16, 1 << 23
-# In codes, 16 rows of the largest matrices are faster with `gemm_skinny`, too: W of 5,120 x 17,408 took 28 us instead of 35, W of
-# 34,816 x 5,120 took 47 instead of 51, with the norm before it, and with W of 24,576 x 4,096 all products of the 8B
-# took 2.19 ms instead of 2.27.
+# In codes, 16 rows of the largest matrices are faster with `gemm_skinny`, too: W of 5,120 x 17,408 took 28 us instead of 35, and
+# W of 34,816 x 5,120 took 47 instead of 51, with the norm before it. With W of 24,576 x 4,096 in `gemm_skinny`, all products
+# of the 8B took 2.19 ms instead of 2.27.
 _MOST_COLUMNS_OF_CODES, _MOST_CODES = 1 << 14, 1 << 26
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster

@@ -14,8 +14,8 @@ from engine.kernels import reference
 from engine.kernels.launch import Kernel, half, num_sms, runs_on
 
 GROUP = 256  # tokens whose sums the first kernel writes (csrc/sample.cu)
-MOST_CANDIDATES = 4096  # at least as many as groups
-_MOST_TOKENS = 1 << 19  # no sum of the kernels overflows
+MOST_CANDIDATES = 4096  # at least the number of groups of a row
+_MOST_TOKENS = 1 << 19  # with fewer tokens no sum of the kernels overflows
 _SUM_THREADS, _DRAW_THREADS = 256, 512
 UNROLL = 4  # groups that a warp loads at once if there are enough rows to fill the device
 

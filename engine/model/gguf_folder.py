@@ -50,6 +50,7 @@ def write_folder(header: Header, folder: Path) -> None:
     Raises: ModelError for a model that the engine would not compute as its authors meant. It names the key or the tensor.
     """
     _refuse(header)
+    pooling = _pooling(header)
     header.names()
     config, tokens = model_config(header), _token_ids(header)
     tokenizer = build_tokenizer(header)
@@ -61,11 +62,11 @@ def write_folder(header: Header, folder: Path) -> None:
     about |= {"chat_template": template} if isinstance(template, str) else {}
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {"config.json": config | tokens, "generation_config.json": generation, "tokenizer_config.json": about}
+    if pooling is not None:
+        files["1_Pooling/config.json"] = {"pooling_mode": pooling}
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if (pooling := _pooling(header)) is not None:
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": pooling}) + "\n", encoding="utf-8")
     (folder / "model.gguf").symlink_to(header.path.absolute())
 
 
@@ -158,7 +159,8 @@ def _pooling(header: Header) -> str | None:
     if not isinstance(kind, int) or kind not in _POOLINGS:
         raise ModelError(
             f"{header.path}: {header.architecture}.pooling_type = {kind!r:.80} is not supported (only 0, which means none, "
-            f"{', '.join(f'{number} {name}' for number, name in _POOLINGS.items())}; 4 is a reranker)"
+            f"{', '.join(f'{number} {name}' for number, name in _POOLINGS.items())}; 4 is a reranker: "
+            "load its safetensors instead)"
         )
     return _POOLINGS[kind]
 

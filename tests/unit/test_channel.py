@@ -541,7 +541,6 @@ def test_a_suspect_is_refused_after_a_second_death_also_if_it_had_tokens() -> No
     run(scenario)
 
 
-@pytest.mark.slow
 def test_a_stream_does_not_wait_for_the_first_replica_of_a_pool_if_another_pool_has_one() -> None:
     async def scenario() -> None:
         lost, other = (
@@ -560,6 +559,7 @@ def test_a_stream_does_not_wait_for_the_first_replica_of_a_pool_if_another_pool_
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_replica_that_lost_a_stream_is_not_asked_again_before_it_is_known_to_live(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve lists a dead replica for seconds, and starts one with another name."""
     monkeypatch.setattr(connection, "_MOST_RESTART_S", 0.2)

@@ -136,11 +136,12 @@ struct Shared {
 __device__ __forceinline__ u64 mass_of(u32 key) {
     return static_cast<u64>((key & 0x7fffffu) | 0x800000u) << (MASS - 23) >> min(127 - (key >> 23), 63u);
 }
-__device__ __forceinline__ u64 mass_from(u32 least, u32 key) { return mass_of(key >= least ? key : 0u); }  // without a branch
-// The same for the sum of a group.
+// The mass, or 0 for a key below `least`. The key is selected before, because a branch for each token would take longer.
+__device__ __forceinline__ u64 mass_from(u32 least, u32 key) { return mass_of(key >= least ? key : 0u); }
+// As `mass_of`, for the sum of a group, which may be above 1.
 __device__ __forceinline__ u64 group_mass_of(float sum) {
     const u32 key = __float_as_uint(sum);
-    return key <= 127u << 23 ? mass_of(key) : static_cast<u64>((key & 0x7fffffu) | 0x800000u) << (MASS - 23) + (key >> 23) - 127;
+    return key <= 127u << 23 ? mass_of(key) : static_cast<u64>((key & 0x7fffffu) | 0x800000u) << (MASS - 23 + (key >> 23) - 127);
 }
 
 // The sum over the block. Every thread gets the result.
@@ -161,6 +162,12 @@ __device__ __forceinline__ T reduce(T x, Join join, Shared& shared) {
 }
 __device__ __forceinline__ u64 total_of(u64 x, Shared& shared) {
     return reduce(x, [](u64 a, u64 b) { return a + b; }, shared);
+}
+
+__device__ __forceinline__ u64 lanes_total(u64 x) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(ALL_LANES, x, step);
+    return x;
 }
 
 // The sum of x over the lanes up to this one.
@@ -260,8 +267,8 @@ __device__ __forceinline__ void add(u32 (&bins)[PARTS][BINS], u32 bin, u64 weigh
 }
 
 // The largest key whose weight, together with that of all larger keys, is at least `target`. A target above the total is the total.
-// `digits`: of the three digits of a key, that many are found; the others are 0. `each` calls its argument with a key and a weight
-// for each of a thread's items. The total weight and `target` are above 0. There are fewer than 2^(32 - PART) items.
+// `digits`: the number of leading digits to find, 1 to 3. The other digits of the result are 0. `each` calls its argument with a key
+// and a weight for each of a thread's items. The total weight and `target` are above 0. There are fewer than 2^(32 - PART) items.
 template <class Each>
 __device__ __forceinline__ u32 threshold(Each each, u64 target, int digits, Shared& shared) {
     u64 above = 0;
@@ -270,8 +277,8 @@ __device__ __forceinline__ u32 threshold(Each each, u64 target, int digits, Shar
         const int shift = (2 - digit) * DIGIT;
         for (int i = threadIdx.x; i < PARTS * BINS; i += DRAW_THREADS) (&shared.bins[0][0])[i] = 0;
         __syncthreads();
-        // A thread's items of one bin that follow one another are added up before. Otherwise equal tokens, whose additions happen one
-        // after another, would take long.
+        // A thread first adds up items of one bin that follow one another. Additions to one bin happen one after another, so a row
+        // of equal tokens would take long.
         u32 bin = 0;
         u64 sum = 0;
         each([&](u32 key, u64 weight) __attribute__((always_inline)) {
@@ -314,7 +321,7 @@ struct Row {
     float largest, scale;
 
     __device__ __forceinline__ u32 key_of(float x) const { return __float_as_uint(exp2_fast((x - largest) * scale)); }
-    // A logit that is not larger than any logit with this key. It is a little lower than most, because of rounding.
+    // A number that no logit with this key, or with a larger key, is below. The margins cover the rounding of `key_of`.
     __device__ __forceinline__ float logit_of(u32 key) const {
         const float exponent = fmaxf(__log2f(__uint_as_float(key)), -126.f);  // smaller p are 0
         return __fadd_rd(largest, (exponent - 1e-4f) * (1.f + 1e-6f) / scale);
@@ -374,14 +381,18 @@ __device__ __forceinline__ int draw(int count, const Options& options, Shared& s
     return static_cast<int>(~key_of(shared.items[drawn.index]));
 }
 
+// The group that is drawn. `items` has the groups' masses.
+__device__ __forceinline__ Place drawn_group(int groups, const Options& options, Shared& shared) {
+    __syncthreads();  // `items` has been written
+    return find(groups, [](u64 mass) { return mass; }, [&](u64 total) { return options.drawn(total); }, shared);
+}
+
 // The id of the token at a place among the groups' masses. Only tokens with p of at least `least` have a mass.
 __device__ __forceinline__ int pick(const Row& source, const Place& place, u32 least) {
     const int lane = threadIdx.x % 32;
     float x[8];
     load_group(source.row, place.index, lane, source.vocab, x);
-    u64 total = source.lane_mass(x, least);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+    const u64 total = lanes_total(source.lane_mass(x, least));
     u64 target = place.left;
     if (place.mass != total) {  // the group's mass was approximate
         const double part = static_cast<double>(target) / static_cast<double>(place.mass);
@@ -398,7 +409,7 @@ __device__ __forceinline__ int pick(const Row& source, const Place& place, u32 l
         u64 passed = sum - own;
 #pragma unroll
         for (int e = 0; e < CHUNK; ++e) {
-            if (passed <= target && target < passed + mass[e]) found = place_of(lane, run + e);  // for one token
+            if (passed <= target && target < passed + mass[e]) found = place_of(lane, run + e);  // true for one token
             passed += mass[e];
         }
         base = __shfl_sync(ALL_LANES, sum, 31);
@@ -434,14 +445,10 @@ __device__ __forceinline__ int draw(const Row& source, const Options& options, S
         least = max(least, threshold(items, target, 3, shared));
     }
     source.each_group([&](int group, const float(&x)[8]) {
-        u64 mass = source.lane_mass(x, least);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, step);
+        const u64 mass = lanes_total(source.lane_mass(x, least));
         if (threadIdx.x % 32 == 0) shared.items[group] = mass;
     });
-    __syncthreads();
-    auto itself = [](u64 mass) { return mass; };
-    return pick(source, find(source.groups, itself, [&](u64 total) { return options.drawn(total); }, shared), least);
+    return pick(source, drawn_group(source.groups, options, shared), least);
 }
 
 // Makes items of the tokens with p of at least `least`, and of some just below, in any order. Returns their number. If it is larger
@@ -492,7 +499,7 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
     overlap();
     __shared__ Shared shared;
     const int vocab = static_cast<int>(vocab_), groups = (vocab + GROUP - 1) / GROUP;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
     const Logit* row = logits + blockIdx.x * logits_stride;
     const float* largest = sums + static_cast<i64>(blockIdx.x) * 3 * groups;  // [groups], as the next two
     const float *plain = largest + groups, *scaled = plain + groups;
@@ -539,13 +546,11 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
                             has_k || has_min, uniform};
             if (!has_k && !has_p && !has_min) {
                 for (int group = threadIdx.x; group < groups; group += DRAW_THREADS) shared.items[group] = group_mass(group);
-                __syncthreads();
-                auto itself = [](u64 mass) { return mass; };
-                const Place place = find(groups, itself, [&](u64 total) { return options.drawn(total); }, shared);
+                const Place place = drawn_group(groups, options, shared);
                 source.largest = largest[place.index];  // the group may have only tokens with mass 0 beside the row's likeliest
                 token = pick(source, place, options.least);
             } else {
-                // A p to begin with, from the groups' sums. The k likeliest tokens are at least as likely as the k-th of the
+                // The first p comes from the groups' sums. The k likeliest tokens are at least as likely as the k-th of the
                 // groups' likeliest tokens. For top-p alone this p is a guess: the groups whose likeliest token is above it have
                 // a little more mass than needed.
                 u32 least = options.least;
