@@ -12,7 +12,8 @@ from engine.options import SamplingOptions, TokenIds
 _MASK64 = (1 << 64) - 1
 _BLOCK = 128  # random numbers that are computed together
 NUM_CHOICES = 8  # whole numbers that hold a row's options
-WORDS, SLOT = slice(4, 6), 6  # the columns of a row's random number and of its slot
+# The columns of a row's random number, of its slot, and of whether its log-probability is wanted.
+WORDS, SLOT, WANTS_LOGPROB = slice(4, 6), 6, 7
 
 
 def uniform(seed: int, position: int) -> float:
@@ -114,7 +115,7 @@ class Row(NamedTuple):
 
 def choices_of(rows: Sequence[Row], slots: ArrayLike) -> NDArray[np.int32]:
     """The options of `rows` in the form that `kernels.sample` reads, [B, 8]: temperature, top_p and min_p as the bits of fp32;
-    top_k; the row's random number * 2^64 as two words, the low word first; the slot; 0.
+    top_k; the row's random number * 2^64 as two words, the low word first; the slot; whether the log-probability is wanted.
 
     Args:
         slots: for each row the entry of `last` that gets the row's token; negative for none.
@@ -129,4 +130,5 @@ def choices_of(rows: Sequence[Row], slots: ArrayLike) -> NDArray[np.int32]:
     numbers = np.array([row.uniform for row in rows]) * 2.0**64
     choices[:, WORDS] = numbers.astype("<u8").view("<i4").reshape(-1, 2)
     choices[:, SLOT] = slots
+    choices[:, WANTS_LOGPROB] = [each.logprobs is not None for each in options]
     return choices

@@ -465,7 +465,7 @@ def pool_finish(pooled: Tensor, dimensions: Tensor, normalize: Tensor) -> Tensor
 def sample(logits: Tensor, choices: Tensor, last: Tensor | None, out: Tensor) -> Tensor:
     """Sorts all tokens of all rows. `engine/heads/sampler.py` is faster on a CPU."""
     temperature, top_p, min_p = (choices[:, i : i + 1].view(torch.float32).double() for i in range(3))  # [B, 1] each
-    top_k, low, high, slots = (choices[:, i : i + 1].long() for i in range(3, 7))
+    top_k, low, high, slots, wanted = (choices[:, i : i + 1].long() for i in range(3, 8))
     uniform = (high & 0xFFFFFFFF).double() * 2.0**-32 + (low & 0xFFFFFFFF).double() * 2.0**-64
     wide = logits.float()
     finite = ~wide.log_softmax(1).isnan().any(1, keepdim=True)
@@ -486,7 +486,7 @@ def sample(logits: Tensor, choices: Tensor, last: Tensor | None, out: Tensor) ->
     drawn = drawn.minimum(torch.searchsorted(sums, sums[:, -1:].contiguous()))  # rounding may pass the end
     token_ids = torch.where(temperature > 0, drawn, likeliest).where(finite, 0)
     out[:, :2] = torch.cat((token_ids, finite), 1)
-    out[:, 2] = log_probs.gather(1, token_ids).where(finite, 0).view(torch.int32)[:, 0]
+    out[:, 2] = log_probs.gather(1, token_ids).where(finite & (wanted > 0), 0).view(torch.int32)[:, 0]
     out[:, 3] = 0
     if last is not None:
         kept = slots[:, 0] >= 0

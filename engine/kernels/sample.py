@@ -32,7 +32,7 @@ def sample(logits: Tensor, choices: Tensor, last: Tensor | None = None, out: Ten
         last: [num_slots] int32; last[slot] becomes the row's token. Two rows may not have the same slot.
         out: [B, 4] int32.
     Returns: `out`, with four numbers for each row: the token id; 1, or 0 if a logit is NaN or +inf or all are -inf (then the
-        token is 0); the bits of the token's fp32 log-probability at temperature 1; 0.
+        token is 0); the bits of the token's fp32 log-probability at temperature 1, or 0 if it is not wanted; 0.
     Raises: BackendError for shapes that do not fit.
     """
     num_rows, vocab_size = logits.shape

@@ -514,7 +514,7 @@ def _sample(make: Maker, num_rows: int, vocab_size: int) -> Results:
     make.reset()
     logits = make.normal(num_rows, vocab_size, scale=3.0)
     rows = [
-        Row(SamplingOptions(max_tokens=1, temperature=0.0 if number % 2 else 0.7, top_k=20), uniform(7, number))
+        Row(SamplingOptions(max_tokens=1, temperature=0.0 if number % 2 else 0.7, top_k=20, logprobs=0), uniform(7, number))
         for number in range(num_rows)
     ]
     choices = make.numbers(kernels.choices_of(rows, [-1] * num_rows))

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ OPTIONS = list(itertools.product([0.0, 0.7, 1.0, 3.0], [0, 1, 20, 500], [1.0, 0.
 
 def row_of(number: int, options: Sequence[float] = (1.0, 0, 1.0, 0.0)) -> Row:
     temperature, top_k, top_p, min_p = options
-    chosen = SamplingOptions(max_tokens=1, temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p)
+    chosen = SamplingOptions(max_tokens=1, temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p, logprobs=0)
     return Row(chosen, uniform(7, number))
 
 
@@ -144,6 +145,20 @@ def test_rows_that_are_not_finite_and_masked_rows() -> None:
         masked = [3, 4, 5, 7]  # the reference would call -inf not finite, so it gets clamped logits
         wide = logits[masked].clamp(min=-1e4)
         assert_same(ours[masked], wide, [rows[index] for index in masked])
+
+
+def test_the_log_probability_is_there_only_if_it_is_wanted() -> None:
+    """Without it the token is the same, and a row that is not finite is found."""
+    wanting = [row_of(number, each) for number, each in enumerate(OPTIONS)]
+    rows = [Row(replace(row.options, logprobs=None), row.uniform) for row in wanting]
+    for num_rows, vocab_size in ((len(rows), 151_936), (3, 5000)):
+        logits = random_logits(num_rows, vocab_size, torch.bfloat16)
+        logits[0, 0], logits[1, vocab_size - 1] = torch.nan, torch.inf
+        ours, all_of_it = run(logits, rows[:num_rows]), run(logits, wanting[:num_rows])
+        assert torch.equal(ours[:, :2], all_of_it[:, :2])
+        assert ours[:, 1].tolist() == [0, 0, *[1] * (num_rows - 2)]
+        assert not ours[:, 2:].any()
+        assert all_of_it[2:, 2].all()
 
 
 @pytest.mark.parametrize("number", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])

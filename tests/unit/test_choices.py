@@ -15,9 +15,9 @@ from engine.options import SamplingOptions
 
 DRAWN = SamplingOptions(max_tokens=1)
 ROWS = [
-    Row(replace(DRAWN, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p), uniform(3, number))
-    for number, (temperature, top_k, top_p, min_p) in enumerate(
-        itertools.product([0.0, 0.7, 3.0], [0, 1, 20, 5000], [1.0, 0.9, 0.0], [0.0, 0.05, 1.0])
+    Row(replace(DRAWN, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, logprobs=logprobs), uniform(3, number))
+    for number, (temperature, top_k, top_p, min_p, logprobs) in enumerate(
+        itertools.product([0.0, 0.7, 3.0], [0, 1, 20, 5000], [1.0, 0.9, 0.0], [0.0, 0.05, 1.0], [None, 0])
     )
 ]
 
@@ -34,7 +34,8 @@ def test_the_tokens_are_those_of_the_sampler(ties: bool, vocab_size: int) -> Non
     expected = sample(logits, Sampling.of(ROWS, vocab_size))
     assert ours[:, 0].tolist() == expected.token_ids.tolist()
     assert ours[:, 1].all()
-    torch.testing.assert_close(ours[:, 2].view(torch.float32), expected.logprobs)
+    torch.testing.assert_close(ours[1::2, 2].view(torch.float32), expected.logprobs[1::2])
+    assert not ours[::2, 2].any(), "these rows want no log-probability"
     assert last[[4, len(ROWS)]].tolist() == [-5, -5]
     assert last[:4].tolist() == ours[:4, 0].tolist()
 
@@ -53,10 +54,11 @@ def test_a_row_that_is_not_finite_gives_token_0() -> None:
 
 def test_choices() -> None:
     options = replace(DRAWN, temperature=0.75, top_p=0.5, min_p=0.25, top_k=2**40)
-    (choice,) = kernels.choices_of([Row(options, 1 - 2.0**-53)], [6])
+    choice, wanting = kernels.choices_of([Row(options, 1 - 2.0**-53), Row(replace(options, logprobs=0))], [6, 7])
     assert choice.dtype == np.int32
     assert choice[:3].view(np.float32).tolist() == [0.75, 0.5, 0.25]
     assert choice[3:].tolist() == [2**31 - 1, -(2**11), -1, 6, 0]  # 2^64 - 2^11 as two words
+    assert wanting[7] == 1, "whether the log-probability is wanted"
     assert kernels.choices_of([], []).shape == (0, 8)
 
 

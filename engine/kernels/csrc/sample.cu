@@ -1,13 +1,15 @@
 // Chooses one token for each row of logits: temperature, min-p, top-k, top-p, and a draw by one random number. The result is the
 // same in any batch and in any run. It depends on maxima, on sums in a fixed order, and on sums of whole numbers.
 //   logits [B, V], rows logits_stride apart; fp32 or 16 bits (FP32). V below 2^19.
-//   choices int [B, 8]: temperature, top_p, min_p (bits of fp32), top_k, the random number as 64 bits (low word, high word), slot, 0.
-//   out int [B, 4]: token, 1 if the row is finite, log-probability at temperature 1 (bits of fp32), 0.  last int [num_slots].
+//   choices int [B, 8]: temperature, top_p, min_p (bits of fp32), top_k, the random number as 64 bits (low word, high word), slot,
+//   whether the log-probability is wanted (0 or 1).
+//   out int [B, 4]: token, 1 if the row is finite, log-probability at temperature 1 if wanted (bits of fp32), 0.  last int [num_slots].
 //   VECTOR: rows begin at multiples of 16 bytes, and V is a multiple of 8 (fp32: of 4).
 //   UNROLL: groups of tokens that a warp of `sample_sums` loads at once.
 //
-// A group is 256 neighbouring tokens. `sample_sums` reads the logits once. For each group it writes the largest logit m and the sums
-// of exp(x - m) and of exp((x - m) / temperature): sums float [B, 3, groups]. A NaN or +inf makes a sum NaN.
+// A group is 256 neighbouring tokens. `sample_sums` reads the logits once. For each group it writes the largest logit m (NaN if one is),
+// the sum of exp(x - m) if the log-probability is wanted, and the sum of exp((x - m) / temperature) if a token is drawn: sums float
+// [B, 3, groups]. With many rows an exponential of each logit takes about half as long as reading it.
 // `sample_draw` has a block for each row. From the groups' sums it knows the largest logit, the total mass, and the groups that it
 // has to read: one for a greedy row, one for a row with only a temperature, and for other rows the groups whose largest token is
 // likely enough.
@@ -28,7 +30,8 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int GROUP = 256;
 constexpr float LOG2_E = 1.4426950408889634f, LARGEST = 3.402823466e38f;
 
-__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+__device__ __forceinline__ float minus_infinity() { return -infinity(); }
 
 constexpr int CHUNK = VECTOR ? FP32 ? 4 : 8 : 1;  // neighbouring logits of a lane
 
@@ -63,6 +66,16 @@ __device__ __forceinline__ void load_group(const Logit* row, int group, int lane
 // The factor of logits for exp2. It is neither infinite nor 0, because 0 * inf would be NaN.
 __device__ __forceinline__ float scale_of(float temperature) { return fmaxf(fminf(LOG2_E / temperature, LARGEST), 1e-30f); }
 
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float c;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return a != a ? a : b != b ? b : fmaxf(a, b);
+#endif
+}
+
 // The sum of exp2((x - base) * scale) over a group. With fewer lanes it is added up in the same order: a lane has the parts of V lanes.
 template <int LANES>
 __device__ __forceinline__ float group_sum(const float (&x)[GROUP / LANES], float base, float scale) {
@@ -93,7 +106,7 @@ sample_sums(const Logit* __restrict__ logits, const int* __restrict__ choices, f
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) load_group<LANES>(row, first + i, lane, vocab, x[i]);
     const float temperature = __int_as_float(choices[blockIdx.y * 8]);
-    const bool two_sums = temperature > 0.f && temperature != 1.f;
+    const bool draws = temperature > 0.f, wants_logprob = choices[blockIdx.y * 8 + 7] != 0;
     const float scale = scale_of(temperature);
     float* to = sums + static_cast<i64>(blockIdx.y) * 3 * groups;
 #pragma unroll
@@ -101,16 +114,16 @@ sample_sums(const Logit* __restrict__ logits, const int* __restrict__ choices, f
         const int group = first + i;
         float most = x[i][0];
 #pragma unroll
-        for (int e = 1; e < GROUP / LANES; ++e) most = fmaxf(most, x[i][e]);  // passes over NaN
+        for (int e = 1; e < GROUP / LANES; ++e) most = max_or_nan(most, x[i][e]);
 #pragma unroll
-        for (int step = LANES / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, step));
+        for (int step = LANES / 2; step > 0; step /= 2) most = max_or_nan(most, __shfl_xor_sync(ALL_LANES, most, step));
         const float base = most == minus_infinity() ? 0.f : most;
-        const float plain = group_sum<LANES>(x[i], base, LOG2_E);
-        const float scaled = two_sums ? group_sum<LANES>(x[i], base, scale) : plain;
+        const float scaled = draws ? group_sum<LANES>(x[i], base, scale) : 0.f;
+        const float plain = !wants_logprob ? 0.f : temperature == 1.f ? scaled : group_sum<LANES>(x[i], base, LOG2_E);
         if (lane == 0 && group < groups) {
             to[group] = most;
-            to[groups + group] = plain;
-            to[2 * groups + group] = scaled;
+            if (wants_logprob) to[groups + group] = plain;
+            if (draws) to[2 * groups + group] = scaled;
         }
     }
 }
@@ -506,27 +519,24 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
     const int* choice = choices + blockIdx.x * 8;
     const float temperature = __int_as_float(choice[0]), top_p = __int_as_float(choice[1]), min_p = __int_as_float(choice[2]);
     const int top_k = choice[3];
+    const bool wants_logprob = choice[7] != 0;
     const u64 uniform = static_cast<u64>(static_cast<u32>(choice[5])) << 32 | static_cast<u32>(choice[4]);
 
     float most = minus_infinity();
     bool bad = false;
     for (int group = threadIdx.x; group < groups; group += DRAW_THREADS) {
         most = fmaxf(most, largest[group]);
-        bad = bad || !(plain[group] >= 0.f);
+        bad = bad || !(largest[group] < infinity());
     }
     most = reduce(most, [](float a, float b) { return fmaxf(a, b); }, shared);
     bad = __syncthreads_or(bad) || most == minus_infinity();
     int token = 0;
     float logprob = 0.f;
     if (!bad) {
-        float sum = 0.f;
-        int first = groups;  // the first group that has the largest logit
-        for (int group = threadIdx.x; group < groups; group += DRAW_THREADS) {
-            sum += plain[group] * exp2_fast((largest[group] - most) * LOG2_E);
-            if (largest[group] == most) first = min(first, group);
-        }
-        sum = reduce(sum, [](float a, float b) { return a + b; }, shared);
         if (!(temperature > 0.f)) {
+            int first = groups;  // the first group that has the largest logit
+            for (int group = threadIdx.x; group < groups; group += DRAW_THREADS)
+                if (largest[group] == most) first = min(first, group);
             first = reduce(first, [](int a, int b) { return min(a, b); }, shared);
             float x[8];
             load_group(row, first, lane, vocab, x);  // every warp finds the same
@@ -588,13 +598,18 @@ sample_draw(const Logit* __restrict__ logits, const int* __restrict__ choices, c
             }
             token = min(token, vocab - 1);
         }
-        float x;
+        if (wants_logprob) {
+            float sum = 0.f;
+            for (int group = threadIdx.x; group < groups; group += DRAW_THREADS)
+                sum += plain[group] * exp2_fast((largest[group] - most) * LOG2_E);
+            sum = reduce(sum, [](float a, float b) { return a + b; }, shared);
 #if FP32
-        x = row[token];
+            const float x = row[token];
 #else
-        x = low(row[token]);
+            const float x = low(row[token]);
 #endif
-        logprob = x - most - logf(sum);
+            logprob = x - most - logf(sum);
+        }
     }
     if (threadIdx.x == 0) {
         int* result = out + blockIdx.x * 4;
