@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -252,6 +252,10 @@ def _attentions_decode(capability: tuple[int, int]) -> Iterator[Variant]:
     yield _attention_decode(256, 8, torch.float16)
     if capability >= LEAST_CAPABILITY[torch.float8_e4m3fn]:
         yield _attention_decode(256, 8, torch.bfloat16, e4m3=True)
+    if capability == (9, 0):
+        for head_dim, group in ((128, 2), (128, 16), (64, 7)):
+            yield _attention_decode(head_dim, group, torch.bfloat16, cluster=8)
+        yield _attention_decode(128, 4, torch.bfloat16, kv8=1, cluster=8)
     for kv8 in (1, 2):
         for head_dim in DECODE_SHAPES_8:
             yield _attention_decode(head_dim, 16, torch.bfloat16, kv8=kv8)
@@ -259,11 +263,14 @@ def _attentions_decode(capability: tuple[int, int]) -> Iterator[Variant]:
             yield _attention_decode(128, 4, dtype, kv8=kv8)
 
 
-def _attention_decode(head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False, kv8: int = 0) -> Variant:
-    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}{_kv8(kv8)}"
-    shape = (DECODE_SHAPES_8 if kv8 else DECODE_SHAPES)[head_dim]
+def _attention_decode(
+    head_dim: int, group: int, dtype: torch.dtype, e4m3: bool = False, kv8: int = 0, cluster: int = 1
+) -> Variant:
+    of_cluster = f", clusters of {cluster}" if cluster > 1 else ""
+    label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}{_kv8(kv8)}{of_cluster}"
+    shape = replace((DECODE_SHAPES_8 if kv8 else DECODE_SHAPES)[head_dim], cluster=cluster)
     defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8)
-    return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim))
+    return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim, group))
 
 
 def _products_on_hopper() -> Iterator[Variant]:

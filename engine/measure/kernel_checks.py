@@ -1,7 +1,7 @@
 """Compares each kernel with its reference on this device. On a new kind of card this is the first check."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from engine.codes import Form
 from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.draws import Row, uniform
 from engine.kernels import reference
-from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_items, most_items
+from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_cluster, decode_items, most_items
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.linear_packed import unpacked
 from engine.kernels.packed import Packed
@@ -29,6 +29,7 @@ from engine.options import SamplingOptions
 _EPS = 1e-6  # of norms
 _LENGTHS = (1, 7, 33, 128, 2, 129, 5, 300, 1)  # tokens of the sequences of a ragged batch
 _NUM_TOKENS = sum(_LENGTHS)
+_LONE = (900,)  # tokens of a sequence that is alone in its pass
 _FACTOR = 2.0  # the largest allowed ratio of a kernel's error to the error of plain torch in the same dtype
 _ROUNDING = 1e-6
 # Query heads and key heads by head size, as in published models.
@@ -286,12 +287,16 @@ def paged_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
             for name, codes in _CODES.items():
                 in_8_bits = partial(_paged_attention, make, head_dim, shape, codes)
                 yield Case("paged_attention", f"{described}, in {name}", in_8_bits)
-        for num_blocks, parts in ((1, "whole sequences"), (1000, "sequences in parts")):
-            described = f"{parts}, {len(_LENGTHS)} x {heads[0]}/{heads[1]} heads x {head_dim}"
-            yield Case("attention_decode", described, partial(_attention_decode, make, head_dim, num_blocks))
+        for num_blocks, parts, lengths, cluster in (
+            (1, "whole sequences", _LENGTHS, 1),
+            (1000, "sequences in parts", _LENGTHS, 1),
+            (1, "a lone sequence", _LONE, decode_cluster(*_LONE, capability)),
+        ):
+            described = f"{parts}, {len(lengths)} x {heads[0]}/{heads[1]} heads x {head_dim}"
+            check = partial(_attention_decode, make, head_dim, lengths, num_blocks, cluster)
+            yield Case("attention_decode", described, check)
             for name, codes in _CODES.items():
-                in_8_bits = partial(_attention_decode, make, head_dim, num_blocks, codes)
-                yield Case("attention_decode", f"{described}, in {name}", in_8_bits)
+                yield Case("attention_decode", f"{described}, in {name}", partial(check, codes))
 
 
 def _shapes(head_dim: int, capability: tuple[int, int]) -> Iterator[tuple[str, Shape]]:
@@ -490,15 +495,17 @@ def _paged_attention(make: Maker, head_dim: int, shape: Shape, codes: torch.dtyp
     return Results(ours, low, exact)
 
 
-def _attention_decode(make: Maker, head_dim: int, num_blocks: int, codes: torch.dtype | None = None) -> Results:
+def _attention_decode(
+    make: Maker, head_dim: int, lengths: Sequence[int], num_blocks: int, cluster: int, codes: torch.dtype | None = None
+) -> Results:
     make.reset()
     n_heads, n_kv_heads = _HEADS[head_dim]
-    cache, pages, offsets = _cache(make, _LENGTHS, n_kv_heads, head_dim)
+    cache, pages, offsets = _cache(make, lengths, n_kv_heads, head_dim)
     given, cache = (cache, cache) if codes is None else _in_8_bits(cache, codes)
-    q = make.normal(len(_LENGTHS), n_heads, head_dim)
-    items = make.numbers(decode_items(_LENGTHS, offsets, n_kv_heads, num_blocks))
-    workspace = DecodeWorkspace.create(most_items(len(_LENGTHS), n_kv_heads, num_blocks), n_heads, head_dim, make.device)
-    ours = kernels.attention_decode(q, given, items, pages, workspace)
+    q = make.normal(len(lengths), n_heads, head_dim)
+    items = make.numbers(decode_items(lengths, offsets, n_kv_heads, num_blocks))
+    workspace = DecodeWorkspace.create(most_items(len(lengths), n_kv_heads, num_blocks), n_heads, head_dim, make.device)
+    ours = kernels.attention_decode(q, given, items, pages, workspace, cluster=cluster)
     low, exact = (
         reference.attention_decode(
             q.to(dtype), cache.to(dtype), items, pages, torch.empty(q.shape, dtype=dtype, device=make.device)

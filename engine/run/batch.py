@@ -34,6 +34,7 @@ class Paged:
     pages: Tensor  # int32, the pages of all streams, one stream after the other
     num_decodes: int  # the number of rows of streams with one token, with padding
     items: Mapping[int | None, Tensor]  # by window: [n, 8], the work items of decode attention's blocks
+    cluster: int  # the blocks that compute an item together
     tiles: Tensor  # [n, 4], the work items of attention's blocks for the other rows
     tile_shape: Shape
     queue: Tensor  # [2], zeros, as in `PackedBatch`

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.draws import SLOT, Row, choices_of
-from engine.kernels.attention_decode import DecodeWorkspace, decode_items, most_items
+from engine.kernels.attention_decode import DecodeWorkspace, decode_cluster, decode_items, largest_cluster, most_items
 from engine.kernels.cache8 import Cache8
 from engine.kernels.tiles import Shape, Tiling, most_paged_tiles, paged_tiles
 from engine.model.base import Model
@@ -48,6 +48,7 @@ class StreamShape:
     num_chunk_tokens: int
     num_chunks: int
     num_items: int  # for each window
+    cluster: int  # the blocks of decode attention that compute an item together
     num_tiles: int
     tile_shape: Shape
     windows: tuple[int | None, ...]  # of the model's layers
@@ -98,6 +99,7 @@ class StreamShape:
             buffer[self.size :],
             self.num_decodes,
             {window: part[f"items{index}"] for index, window in enumerate(self.windows)},
+            self.cluster,
             part["tiles"],
             self.tile_shape,
             part["queue"],
@@ -198,6 +200,7 @@ class Items(NamedTuple):
 
     packer: "StreamPacker"
     number: int  # the number of the pass for which the items were computed
+    cluster: int  # the blocks that compute an item together
     items: Ints  # as `decode_items` gives them
     grows: Ints  # 1 for the last part of a stream, which grows by a key with each pass; 0 for other parts
     are_whole: bool  # each stream has one part
@@ -226,25 +229,28 @@ class StreamPacker:
         """The shape of a batch. `graphs`: the smallest shape of a graph with enough room, if there is one."""
         decodes, tokens = laid.num_decodes, laid.num_tokens - laid.num_decodes
         chunks = len(laid) - decodes
-        if graphs and (shape := self.graph_shape(decodes, tokens, chunks)) is not None:
+        cluster = decode_cluster(int(laid.starts[0]) + 1, self.tiling.capability) if (decodes, chunks) == (1, 0) else 1
+        if graphs and (shape := self.graph_shape(decodes, tokens, chunks, cluster)) is not None:
             return shape
-        return self._shape(decodes, tokens, chunks)
+        return self._shape(decodes, tokens, chunks, cluster)
 
-    def graph_shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape | None:
+    def graph_shape(self, decodes: int, tokens: int, chunks: int, cluster: int = 1) -> StreamShape | None:
         """The smallest shape of a graph with this much room. None if there is none."""
         if not chunks:
             size = _next(DECODE_SIZES, decodes)
-            return None if size is None else self._shape(size, 0, 0)
+            return None if size is None else self._shape(size, 0, 0, cluster)
         beside, padded, rows = _next(_DECODES_BESIDE, decodes), _next(GRAPH_TOKENS, tokens), _next(_CHUNKS, chunks)
         return None if beside is None or padded is None or rows is None else self._shape(beside, padded, min(rows, padded))
 
     def like(self, shape: StreamShape) -> StreamShape:
         """This packer's shape of a batch with the same tokens. Another device's packer may have made `shape`."""
-        return self._shape(shape.num_decodes, shape.num_chunk_tokens, shape.num_chunks)
+        cluster = min(shape.cluster, self._largest_cluster)
+        return self._shape(shape.num_decodes, shape.num_chunk_tokens, shape.num_chunks, cluster)
 
     def decode_shapes(self) -> list[StreamShape]:
         """The shapes of decode steps that have graphs, the largest first."""
-        return [self._shape(size, 0, 0) for size in reversed(DECODE_SIZES)]
+        shapes = [self._shape(size, 0, 0) for size in reversed(DECODE_SIZES)]
+        return [*shapes, self._shape(1, 0, 0, self._largest_cluster)] if self._largest_cluster > 1 else shapes
 
     def chunk_shapes(self, most_tokens: int) -> list[StreamShape]:
         """The shapes of passes with chunks of prompts that have graphs, the largest first."""
@@ -257,23 +263,31 @@ class StreamPacker:
         ]
 
     @cached_property
-    def _shapes(self) -> dict[tuple[int, int, int], StreamShape]:
+    def _shapes(self) -> dict[tuple[int, int, int, int], StreamShape]:
         return {}
 
-    def _shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape:
-        shape = self._shapes.get((decodes, tokens, chunks))
+    @property
+    def _largest_cluster(self) -> int:
+        return largest_cluster(self.tiling.capability)
+
+    def _shape(self, decodes: int, tokens: int, chunks: int, cluster: int = 1) -> StreamShape:
+        shape = self._shapes.get((decodes, tokens, chunks, cluster))
         if shape is None:
             if len(self._shapes) == _MOST_SHAPES:
                 self._shapes.clear()
-            shape = self._shapes[decodes, tokens, chunks] = self._new_shape(decodes, tokens, chunks)
+            shape = self._shapes[decodes, tokens, chunks, cluster] = self._new_shape(decodes, tokens, chunks, cluster)
         return shape
 
-    def _new_shape(self, decodes: int, tokens: int, chunks: int) -> StreamShape:
+    def _new_shape(self, decodes: int, tokens: int, chunks: int, cluster: int) -> StreamShape:
         tile_shape = self.tiling.shape(tokens or decodes)
         depth = tile_shape.block_m // self.tiling.group
-        items = most_items(decodes, self.tiling.n_kv_heads, self.num_blocks) if decodes else 0
+        items = most_items(decodes, self.tiling.n_kv_heads, self._num_blocks(cluster)) if decodes else 0
         tiles = most_paged_tiles(tokens, chunks, depth) if tokens else 0
-        return StreamShape(decodes, tokens, chunks, items, tiles, tile_shape, self.windows)
+        return StreamShape(decodes, tokens, chunks, items, cluster, tiles, tile_shape, self.windows)
+
+    def _num_blocks(self, cluster: int) -> int:
+        """For `decode_items`. A cluster computes a whole sequence."""
+        return self.num_blocks if cluster == 1 else 1
 
     def fill(self, buffer: Ints, shape: StreamShape, laid: Laid) -> None:
         """Writes a batch into a buffer of `shape.size` values and one more for each page. The padding's results are never read.
@@ -291,7 +305,7 @@ class StreamPacker:
             positions = laid.starts[:decodes]
             self._fill_tokens(part, 0, laid.token_ids[:decodes], positions, laid.page_offsets[:decodes], laid.pages)
             for index, window in enumerate(shape.windows):
-                self._fill_items(part[f"items{index}"], laid, window)
+                self._fill_items(part[f"items{index}"], shape, laid, window)
         if count > decodes:
             lengths, starts, offsets = laid.lengths[decodes:], laid.starts[decodes:], laid.page_offsets[decodes:]
             ends = np.cumsum(lengths)
@@ -304,30 +318,31 @@ class StreamPacker:
             part["tiles"][: len(tiles)] = tiles
         self._fill_choices(part["choices"], shape, laid)
 
-    def _fill_items(self, places: Ints, laid: Laid, window: int | None) -> None:
+    def _fill_items(self, places: Ints, shape: StreamShape, laid: Laid, window: int | None) -> None:
         """Writes how decode attention divides the keys. Most passes of a cohort alone only add a key to each stream."""
         decodes = laid.num_decodes
         together = laid.together if laid.num_together == decodes and window is None else None
-        if together is not None and (kept := self._kept_items(together)) is not None:
+        if together is not None and (kept := self._kept_items(together, shape.cluster)) is not None:
             places = places[: len(kept.items)]
             places[:] = kept.items
             places[:, 3] += kept.grows * (together.number - kept.number)
             return
         seen, offsets = laid.starts[:decodes] + 1, laid.page_offsets[:decodes]
         settled = ~laid.proposed[:decodes]  # a proposed token also sees the keys of the pass's tokens before it
-        items = decode_items(seen, offsets, self.tiling.n_kv_heads, self.num_blocks, window, settled=settled)
+        items = decode_items(seen, offsets, self.tiling.n_kv_heads, self._num_blocks(shape.cluster), window, settled=settled)
         places[: len(items)] = items
         if together is not None:
             grows, are_whole = (items[:, 4] == items[:, 5] - 1).astype(np.int32), len(items) == decodes
-            together.roster.packed = Items(self, together.number, items, grows, are_whole, together.roster.columns.turns_at)
+            turns_at = together.roster.columns.turns_at
+            together.roster.packed = Items(self, together.number, shape.cluster, items, grows, are_whole, turns_at)
 
-    def _kept_items(self, together: CohortPass) -> Items | None:
+    def _kept_items(self, together: CohortPass, cluster: int) -> Items | None:
         """The items of an earlier pass, if they divide the keys of this pass, too.
 
         A stream that begins a page may get another number of parts, unless each stream has one part.
         """
         kept: Items | None = together.roster.packed
-        if kept is None or kept.packer is not self:
+        if kept is None or kept.packer is not self or kept.cluster != cluster:
             return None
         is_valid = together.number < (kept.number + _ITEMS_LAST if kept.are_whole else kept.turns_at)
         return kept if is_valid else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import attention_decode
-from engine.kernels.attention_decode import DECODE_SHAPES_8, PAGE, DecodeShape, DecodeWorkspace, decode_items
+from engine.kernels.attention_decode import DECODE_SHAPES_8, PAGE, DecodeShape, DecodeWorkspace, decode_cluster, decode_items
 from engine.kernels.cache8 import Cache8, rounded
 from engine.kernels.launch import num_sms
 from engine.measure.timing import CALLS, copy_bandwidth, seconds_of
@@ -30,6 +30,7 @@ TOLERANCE = 0.02  # as a part of the largest value
 # Shapes of a block for D 128. Each is measured with several numbers of blocks for each SM.
 SHAPES = [DecodeShape(4, 2), DecodeShape(4, 3), DecodeShape(2, 3), DecodeShape(2, 4), DecodeShape(2, 6), DecodeShape(1, 6)]
 CUTS = (1, 2, 3, 4, 6)
+CLUSTERS, LONE = (1, 2, 4, 8), (128, 192, 256, 400, 800, 2048, 4096, 32768)
 LONG = ((1, 4096), (8, 4096), (64, 4096), (1, 32768), (16, 32768))  # for the comparison of 16 bits and 8
 STAGES_8 = (3, 4, 5, 6, 8)
 TUNED = ((1, 800), (1, 4096), (8, 800), (64, 800), (256, 800))
@@ -52,18 +53,25 @@ class Step:
             return len(self.q) * self.context * (cache.values[:, 0].nbytes + cache.scales[:, :, 0].nbytes)
         return len(self.q) * self.context * cache[:, 0].nbytes
 
-    def cut(self, blocks_per_sm: int) -> tuple[Tensor, DecodeWorkspace]:
-        """Returns the items and their workspace."""
+    @property
+    def cluster(self) -> int:
+        """As the engine chooses it."""
+        return decode_cluster(self.context, torch.cuda.get_device_capability(DEVICE)) if len(self.q) == 1 else 1
+
+    def cut(self, blocks_per_sm: int, cluster: int) -> tuple[Tensor, DecodeWorkspace]:
+        """Returns the items and their workspace. As in a decode step, earlier passes have stored all keys but the last."""
         batch, n_heads, head_dim = self.q.shape
         offsets = np.arange(batch) * -(-self.context // PAGE)
-        num_blocks = blocks_per_sm * num_sms(DEVICE)
-        items = decode_items([self.context] * batch, offsets, self.caches[0].shape[2], num_blocks)
+        num_blocks = 1 if cluster > 1 else blocks_per_sm * num_sms(DEVICE)  # a cluster computes a whole sequence
+        n_kv_heads, settled = self.caches[0].shape[2], np.ones(batch, bool)
+        items = decode_items([self.context] * batch, offsets, n_kv_heads, num_blocks, settled=settled)
         return torch.from_numpy(items).to(DEVICE), DecodeWorkspace.create(len(items), n_heads, head_dim, DEVICE)
 
-    def seconds(self, blocks_per_sm: int = BLOCKS_PER_SM, shape: DecodeShape | None = None) -> float:
-        items, workspace = self.cut(blocks_per_sm)
-        count = len(self.caches)
-        return seconds_of(lambda i: attention_decode(self.q, self.caches[i % count], items, self.pages, workspace, shape=shape))
+    def seconds(self, blocks_per_sm: int = BLOCKS_PER_SM, shape: DecodeShape | None = None, cluster: int | None = None) -> float:
+        cluster = cluster or self.cluster
+        items, workspace = self.cut(blocks_per_sm, cluster)
+        count, how = len(self.caches), {"cluster": cluster, "shape": shape}
+        return seconds_of(lambda i: attention_decode(self.q, self.caches[i % count], items, self.pages, workspace, **how))
 
     def in_8_bits(self) -> "Step":
         """The same step over caches in 8 bits. There are twice as many caches, because each is half as large."""
@@ -99,8 +107,9 @@ def beside_sdpa(name: str, made: Step, bandwidth: float) -> dict[str, Any]:
     def sdpa(i: int) -> Tensor:
         return F.scaled_dot_product_attention(q, *contiguous[i % count], enable_gqa=True)
 
-    items, workspace = made.cut(BLOCKS_PER_SM)
-    ours, theirs = attention_decode(made.q, made.caches[0], items, made.pages, workspace).float(), sdpa(0).squeeze(2).float()
+    items, workspace = made.cut(BLOCKS_PER_SM, made.cluster)
+    ours = attention_decode(made.q, made.caches[0], items, made.pages, workspace, cluster=made.cluster).float()
+    theirs = sdpa(0).squeeze(2).float()
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     assert error < TOLERANCE, f"torch and ours differ by {error:.3g}"  # NaN too
     seconds, floor = made.seconds(), made.kv_bytes / bandwidth
@@ -149,12 +158,20 @@ def beside_16_bits(bandwidth: float) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def all_clusters() -> Iterator[dict[str, Any]]:
+    """Microseconds of a lone sequence, by the number of blocks that compute an item together."""
+    for context in LONE:
+        made = step(HEADS["Qwen3 0.6B"], 1, context)
+        times = {f"{cluster} blocks, us": 1e6 * made.seconds(cluster=cluster) for cluster in CLUSTERS}
+        yield {"context": context, **times}
+
+
 def all_shapes() -> Iterator[dict[str, Any]]:
     """Microseconds by the shape of a block, and by blocks for each SM."""
     for batch, context in TUNED:
         made = step(HEADS["Qwen3 0.6B"], batch, context)
         for shape in SHAPES:
-            times = {f"{cut} an SM, us": 1e6 * made.seconds(cut, shape) for cut in CUTS}
+            times = {f"{cut} an SM, us": 1e6 * made.seconds(cut, shape, cluster=1) for cut in CUTS}
             yield {"sequences": batch, "context": context, "warps": shape.warps, "stages": shape.stages, **times}
 
 
@@ -165,15 +182,17 @@ def main() -> None:
     tables: dict[str, Sequence[dict[str, Any]]] = {
         "A layer's attention of a decode step": list(all_steps(bandwidth)),
         "Keys and values in 8 bits, Qwen3 4B and 8B": list(beside_16_bits(bandwidth)),
-        "Shapes, Qwen3 0.6B": list(all_shapes()),
+        "Clusters of a lone sequence, Qwen3 0.6B": list(all_clusters()),
+        "Shapes without clusters, Qwen3 0.6B": list(all_shapes()),
     }
     notes = [
         "bf16, one token a sequence; ours reads pages of 128 tokens in random order",
         "SDPA: torch's choice of backend, over contiguous keys and values [B, K, L, D], which are gathered beforehand",
         f"floor: the bytes of keys and values at the {bandwidth / 1e9:,.0f} GB/s of a large copy, read and written",
         "20 calls to a CUDA graph, over caches that take turns",
+        "as in decode, earlier passes have stored all keys but the last: a call fetches some of them while the call before runs",
         "the floor of 8 bits has a byte for each value, and one for each head of a token",
-        f"decode_items is to make {BLOCKS_PER_SM} blocks for each SM, in the second table as many as the column says",
+        f"decode_items is to make {BLOCKS_PER_SM} blocks for each SM, in the last table as many as the column says",
     ]
     write("kernels_attention_decode", "python -m loadtests.kernels.attention_decode", tables, notes)
 

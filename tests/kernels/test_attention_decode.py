@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_as_close_as_torch
-from helpers import CODES, DEVICE, DTYPES, EIGHT_BITS, cache8_of, poisoned
+from helpers import CODES, DEVICE, DTYPES, EIGHT_BITS, HOPPER, cache8_of, poisoned
 from torch import Tensor
 
 from engine import kernels
@@ -26,6 +26,7 @@ HEADS = [
     *((32, 1), (32, 16), (64, 7), (64, 16), (96, 8), (96, 16), (256, 3), (256, 8)),
     *((64, 71), (128, 24), (256, 16)),
 ]
+CLUSTERS = (1, 8) if HOPPER else (1,)
 
 
 @dataclass(frozen=True)
@@ -95,16 +96,21 @@ def settled(items: Tensor) -> Tensor:
 
 
 def ours(
-    made: Step, items: Tensor, workspace: DecodeWorkspace, dtype: torch.dtype | None = None, shape: DecodeShape | None = None
+    made: Step,
+    items: Tensor,
+    workspace: DecodeWorkspace,
+    dtype: torch.dtype | None = None,
+    shape: DecodeShape | None = None,
+    cluster: int = 1,
 ) -> Tensor:
     with poisoned():
         cache = made.codes or made.cache
-        out = kernels.attention_decode(made.q, cache, items, made.pages, workspace, dtype, shape=shape)
+        out = kernels.attention_decode(made.q, cache, items, made.pages, workspace, dtype, cluster=cluster, shape=shape)
     assert not workspace.counters.any()
     return out
 
 
-def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None) -> list[int]:
+def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None, cluster: int = 1) -> list[int]:
     """Compares with the reference for each number of blocks. Returns the largest number of parts of a sequence for each."""
     items = made.items(1)
     low, exact = (made.expected(items, dtype) for dtype in (made.q.dtype, torch.float64))
@@ -114,12 +120,12 @@ def check(made: Step, *num_blocks: int, shape: DecodeShape | None = None) -> lis
     parts = []
     for blocks in num_blocks:
         items, workspace = made.items(blocks), made.workspace(blocks)
-        out = ours(made, items, workspace, shape=shape)
+        out = ours(made, items, workspace, None, shape, cluster)
         assert out.is_contiguous()
         assert_as_close_as_torch(out, low, exact)
         assert ((out.double() - exact).abs() <= allowed).all()
-        assert torch.equal(ours(made, items, workspace, shape=shape), out), "the same bits, whichever block is last"
-        assert torch.equal(ours(made, settled(items), workspace, shape=shape), out)
+        assert torch.equal(ours(made, items, workspace, None, shape, cluster), out), "the same bits, whichever block is last"
+        assert torch.equal(ours(made, settled(items), workspace, None, shape, cluster), out)
         parts.append(int(items[:, 5].max()))
     return parts
 
@@ -175,6 +181,26 @@ def test_every_length_around_a_group_of_keys() -> None:
 @pytest.mark.parametrize("shape", [DecodeShape(4, 2), DecodeShape(2, 6), DecodeShape(1, 4), DecodeShape(4, 3, 8)])
 def test_other_shapes(shape: DecodeShape) -> None:
     check(step(128, 16), 1, 1000, shape=shape)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@pytest.mark.parametrize("cluster", [2, 8])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 1), (128, 5), (128, 24), (32, 1), (64, 7), (256, 3), (96, 16)])
+def test_clusters(head_dim: int, group: int, cluster: int) -> None:
+    """The warps of a block have a group of keys, several, or none. Some blocks have none."""
+    check(step(head_dim, group), 1, cluster=cluster)
+    check(step(head_dim, group, (5000, 1, 3000), window=700), 1, cluster=cluster)
+    for first in (60, 186, 1020):
+        check(step(head_dim, group, range(first, first + 14)), 1, cluster=cluster)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+@CODES
+@pytest.mark.parametrize("cluster", [2, 8])
+def test_clusters_in_8_bits(cluster: int, codes: torch.dtype) -> None:
+    for head_dim, group in ((128, 4), (64, 7), (256, 8)):
+        check(in_8_bits(step(head_dim, group), codes), 1, cluster=cluster)
+    check(in_8_bits(step(128, 2, range(186, 206)), codes), 1, cluster=cluster)
 
 
 @pytest.mark.parametrize("group", [7, 16])
@@ -257,11 +283,12 @@ def test_results_in_e4m3(head_dim: int, group: int) -> None:
         assert ((found.double() - wide.clamp(-448, 448)).abs() <= 0.5 * size + 2**-8 * wide.abs()).all()
 
 
+@pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
+def test_one_after_the_other_in_a_graph(dtype: torch.dtype, cluster: int) -> None:
     """Replays the graph with other lengths and pages. Each kernel begins while the previous one runs, and reads its results."""
     steps = [step(128, 2, lengths, dtype=dtype) for lengths in ((900, 130, 1), (5, 300, 640))]
-    num_blocks, num_layers = 16, 12
+    num_blocks, num_layers = 16 if cluster == 1 else 1, 12
     workspace = steps[0].workspace(num_blocks)
     items = torch.zeros(len(workspace.counters), 8, dtype=torch.int32, device=DEVICE)
     pages = torch.zeros(max(len(each.pages) for each in steps), dtype=torch.int32, device=DEVICE)
@@ -271,7 +298,7 @@ def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
     def run() -> Tensor:
         x = q
         for _ in range(num_layers):
-            x = kernels.attention_decode(x, cache, items, pages, workspace)
+            x = kernels.attention_decode(x, cache, items, pages, workspace, cluster=cluster)
         return x
 
     def fill(made: Step) -> None:
@@ -293,16 +320,17 @@ def test_one_after_the_other_in_a_graph(dtype: torch.dtype) -> None:
         graph.replay()
         x = q
         for _ in range(num_layers):  # without overlap
-            x = kernels.attention_decode(x, cache, items, pages, workspace)
+            x = kernels.attention_decode(x, cache, items, pages, workspace, cluster=cluster)
             torch.cuda.synchronize()
         assert torch.equal(y, x)
         assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("lengths", [(1,), (16,), (17,), (129,), (384,), (900,)])
-def test_the_last_key_of_a_settled_sequence_comes_from_the_kernel_before(lengths: tuple[int]) -> None:
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("lengths", [(1,), (16,), (17,), (129,), (192,), (193,), (900,)])
+def test_the_last_key_of_a_settled_sequence_comes_from_the_kernel_before(lengths: tuple[int], cluster: int) -> None:
     """Each kernel of a graph writes its result over the last value, which the next one reads."""
-    made, num_blocks, num_layers = step(128, 1, lengths), 16, 12
+    made, num_blocks, num_layers = step(128, 1, lengths), 16 if cluster == 1 else 1, 12
     items, workspace = settled(made.items(num_blocks)), made.workspace(num_blocks)
     key = lengths[0] - 1
     slot = int(made.pages[made.offsets[0] + key // PAGE]) * PAGE + key % PAGE
@@ -310,7 +338,7 @@ def test_the_last_key_of_a_settled_sequence_comes_from_the_kernel_before(lengths
 
     def run(wait: bool) -> Tensor:
         for _ in range(num_layers):
-            kernels.attention_decode(made.q, made.cache, items, made.pages, workspace, out=last)
+            kernels.attention_decode(made.q, made.cache, items, made.pages, workspace, out=last, cluster=cluster)
             if wait:
                 torch.cuda.synchronize()
         return last

@@ -125,6 +125,30 @@ def test_a_pass_of_a_cohort_divides_its_keys_as_the_passes_before() -> None:
     assert kept > 200
 
 
+def test_a_lone_stream_gets_clusters_on_hopper() -> None:
+    """Between 257 and 2,048 tokens. Decode attention reads each item as a whole then."""
+    hopper, other = (
+        StreamPacker.for_windows(Tiling(64, 2, 2, capability, 132, causal=True), (None,)) for capability in ((9, 0), (8, 0))
+    )
+
+    def piece(start: int, length: int = 1) -> Piece:
+        return Piece(np.ones(length, np.int32), start, tuple(range(40)), None)
+
+    def cluster(packer: StreamPacker, *pieces: Piece) -> int:
+        shapes = [packer.shape(Laid(pieces), graphs) for graphs in (True, False)]
+        assert all(shape.num_items == 1 for shape in shapes if shape.cluster > 1)
+        found = {shape.cluster for shape in shapes}
+        assert len(found) == 1
+        return found.pop()
+
+    assert [cluster(hopper, piece(start)) for start in (255, 256, 2047, 2048)] == [1, 8, 8, 1]
+    assert cluster(hopper, piece(500), piece(500)) == cluster(hopper, piece(500), piece(0, 100)) == 1
+    assert cluster(other, piece(500)) == 1
+    lone = hopper.shape(Laid([piece(500)]), graphs=True)
+    assert lone == hopper.decode_shapes()[-1] == hopper.like(lone)
+    assert other.like(lone) == other.shape(Laid([piece(500)]), graphs=True) == other.decode_shapes()[-1]
+
+
 def test_streams_that_just_go_on_form_a_cohort() -> None:
     """Streams with a penalty, log-probabilities or a bias continue alone."""
     device = Device(60, passes_in_flight=2)

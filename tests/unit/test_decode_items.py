@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine import kernels
 from engine.kernels import reference
-from engine.kernels.attention_decode import MOST_PARTS, PAGE, DecodeWorkspace, decode_items, most_items
+from engine.kernels.attention_decode import MOST_PARTS, PAGE, DecodeWorkspace, decode_cluster, decode_items, most_items
 from engine.run.kv_cache import PAGE_SIZE
 
 lengths = st.lists(st.integers(0, 5000), max_size=40)
@@ -83,6 +83,12 @@ def test_there_are_no_more_items_than_a_graph_has_room_for(
 def test_as_many_parts_as_fill_the_chip(sizes: list[int], parts: list[int]) -> None:
     items = decode_items(sizes, offsets_of(sizes), 8, 264)
     assert items[items[:, 4] == 0][:, 5].tolist() == parts
+
+
+@pytest.mark.parametrize(("length", "cluster"), [(1, 1), (256, 1), (257, 8), (2048, 8), (2049, 1)])
+def test_a_lone_sequence_of_a_few_pages_has_a_cluster_on_hopper(length: int, cluster: int) -> None:
+    assert decode_cluster(length, (9, 0)) == cluster
+    assert decode_cluster(length, (12, 0)) == 1
 
 
 def test_all_parts_of_a_settled_row_are_settled() -> None:

@@ -113,6 +113,13 @@ __device__ __forceinline__ void send_to(int rank, float4& to, const float4& x, u
                  : "memory");
 }
 
+__device__ __forceinline__ void send_to(int rank, float2& to, const float2& x, u64& barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+                     address_in(rank, address(&to))),
+                 "r"(__float_as_uint(x.x)), "r"(__float_as_uint(x.y)), "r"(address_in(rank, address(&barrier)))
+                 : "memory");
+}
+
 __device__ __forceinline__ void named_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

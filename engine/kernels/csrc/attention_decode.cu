@@ -9,10 +9,10 @@
 //   partial float [n, H, D], weights float2 [n, H] (running maximum and sum), counters int [n, grid x]: the workspace of sequences
 //   with several parts. The counters are 0 before and after.
 //
-// One block computes one item for one key head and up to BLOCK_ROWS query heads of the key head. Memory is the limit, so the
-// bytes in flight decide. Each warp takes every WARPS-th group of 16 keys. A warp has its own ring of STAGES groups of K and V in
-// shared memory, so it fills and empties the ring by cp.async without a barrier of the block. Each warp has a running maximum, a
-// sum and a result. The block merges them at the end. The page of a group is read one step before its cp.async.
+// One block, or a cluster of blocks, computes one item for one key head and up to BLOCK_ROWS query heads of the key head. Memory is
+// the limit, so the bytes in flight decide. Each warp takes every WARPS-th group of 16 keys. A warp has its own ring of STAGES groups
+// of K and V in shared memory, so it fills and empties the ring by cp.async without a barrier of the block. Each warp has a running
+// maximum, a sum and a result. The block merges them at the end. The page of a group is read one step before its cp.async.
 //
 // The products are transposed: S^T = K Q^T and O^T = V^T P^T, on mma.sync m16n8k16. The 16 rows of an mma are keys or columns of V,
 // the 8 columns are query heads. A group of up to 8 query heads thus takes half the registers and products of a 16-row tile.
@@ -24,6 +24,9 @@
 // second product a transposed pair is two columns of V: the even columns are the upper eight rows of O^T, the odd ones the lower.
 //
 // Keys outside [first, end) are not read: cp.async fills their rows with zeros, because 0 * NaN would be NaN in P V.
+//
+// CLUSTER: if it is more than 1, so many blocks compute an item together, and the items are whole sequences. Each warp takes every
+// CLUSTER * WARPS-th group. Each block sends a slice of its result to each block, and adds up the slices that it gets.
 //
 // Several parts: each block leaves its result in the workspace and counts itself. The last block of a sequence and key head adds
 // up the parts in their order, so the sum does not depend on which block is last.
@@ -47,16 +50,24 @@ constexpr int HEAD_TILES = (GROUP + BLOCK_ROWS - 1) / BLOCK_ROWS;               
 constexpr int Q_TILES = (MOST_ROWS + 7) / 8;
 constexpr int SUMS_PITCH = D + 4;  // floats; the padding puts the values that a warp stores at once into different banks
 constexpr float RAISE = 8.f;       // in powers of two
+constexpr int VECTORS = D / 4;     // float4 of a row
+constexpr int SLICE = (MOST_ROWS * VECTORS + CLUSTER - 1) / CLUSTER;  // float4 that a block of a cluster finishes
 
 // This is in shared memory after the rings.
 struct alignas(16) Shared {
     float2 weights[WARPS][8 * Q_TILES];  // running maximum and sum of each warp
+    float inverses[MOST_ROWS];
     bool is_last;
+#if CLUSTER > 1
+    u64 inbox_full;
+    float2 inbox_weights[CLUSTER][MOST_ROWS];  // running maximum and sum of each block
+    float4 inbox[CLUSTER][SLICE];
+#endif
 };
 static_assert(D % 32 == 0 && STAGES >= 2, "the chains of products are even, and a stage is fetched while one is used");
 static_assert(sizeof(Shared) <= EXTRA_BYTES, "the launcher allocates it");
 static_assert(8 * Q_TILES * SUMS_PITCH * 4 <= RING, "a warp's results fit into its ring");
-static_assert(MOST_PARTS * MOST_ROWS * 4 <= WARPS * RING, "the parts' factors fit into the rings");
+static_assert(MOST_PARTS * MOST_ROWS * 8 <= WARPS * RING, "the parts' factors fit into the rings");
 
 __device__ __forceinline__ void copy_async(u32 shared, const KV* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0) : "memory");
@@ -76,17 +87,6 @@ __device__ __forceinline__ u32 transposed(u32 pair) {
     u32 result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
     return result;
-}
-// Bypasses the L1 cache, which does not see the writes of other multiprocessors.
-__device__ __forceinline__ float4 load_shared_by_blocks(const float* x) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
-    return v;
-}
-__device__ __forceinline__ float2 load_shared_by_blocks(const float2* x) {
-    float2 v;
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(x) : "memory");
-    return v;
 }
 
 // The byte offset of chunk `c` of row `r` in a tile. Eight rows that ldmatrix reads together are in eight different 16-byte bank
@@ -149,59 +149,73 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float s
     sum.z = fmaf(x.z, scale, sum.z), sum.w = fmaf(x.w, scale, sum.w);
 }
 
-// Adds up the parts of a sequence for `rows` query heads from `head` on. `factors` holds rows * parts floats.
-__device__ __forceinline__ void combine(const float* partial, const float2* weights, Out* out, float* factors, int head, int rows,
-                                        i64 first_item, int parts, i64 n_heads) {
+// Adds up the parts of a sequence for `rows` query heads from `head` on. `factors` holds 2 * rows * parts floats.
+__device__ __forceinline__ void combine(const float* partial, const float2* weights, Out* out, float* factors, float* inverses, int head,
+                                        int rows, i64 first_item, int parts, i64 n_heads) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int TOGETHER = 16;  // parts that are loaded together: the latency of one load
+    auto load = [&](int e, int p, float4(&x)[TOGETHER]) {
+        const float* mine = partial + ((first_item * n_heads + head) * D + e * 4);
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) x[i] = load_of_blocks(mine + min(p + i, parts - 1) * n_heads * D);
+    };
+    float4 x[TOGETHER];
+    if (threadIdx.x < rows * VECTORS) load(threadIdx.x, 0, x);  // before the factors are known
+    float* sums = factors + rows * parts;
     for (int r = warp; r < rows; r += WARPS) {
         const float2* mine = weights + first_item * n_heads + head + r;
         float* factor = factors + r * parts;
         float most = -1e30f, sum = 0.f;
-        for (int p = lane; p < parts; p += 32) most = fmaxf(most, load_shared_by_blocks(mine + p * n_heads).x);
+        for (int p = lane; p < parts; p += 32) {
+            const float2 weight = load_of_blocks(mine + p * n_heads);
+            most = fmaxf(most, weight.x);
+            factor[p] = weight.x, sums[r * parts + p] = weight.y;
+        }
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, step));
         for (int p = lane; p < parts; p += 32) {
-            const float2 weight = load_shared_by_blocks(mine + p * n_heads);
-            factor[p] = exp2_fast(weight.x - most);
-            sum = fmaf(factor[p], weight.y, sum);
+            factor[p] = exp2_fast(factor[p] - most);
+            sum = fmaf(factor[p], sums[r * parts + p], sum);
         }
-        const float inverse = 1.f / lanes_sum<32>(sum);
-        for (int p = lane; p < parts; p += 32) factor[p] *= inverse;
+        sum = lanes_sum<32>(sum);
+        if (lane == 0) inverses[r] = 1.f / sum;
     }
     __syncthreads();
-    for (int e = threadIdx.x; e < rows * (D / 4); e += THREADS) {
-        const int r = e / (D / 4), column = e % (D / 4) * 4;
-        const float* mine = partial + (first_item * n_heads + head + r) * D + column;
+    for (int e = threadIdx.x; e < rows * VECTORS; e += THREADS) {
+        const float* factor = factors + e / VECTORS * parts;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-        for (int p = 0; p < parts; p += 8) {
-            float4 x[8];  // loaded together: the latency of one load for eight parts
+        for (int p = 0; p < parts; p += TOGETHER) {
+            if (p > 0 || e >= THREADS) load(e, p, x);
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = load_shared_by_blocks(mine + min(p + i, parts - 1) * n_heads * D);
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-                if (p + i < parts) add_scaled(sum, x[i], factors[r * parts + p + i]);
+            for (int i = 0; i < TOGETHER; ++i)
+                if (p + i < parts) add_scaled(sum, x[i], factor[p + i]);
         }
-        store4(out + (head + r) * D + column, sum, 1.f);
+        store4(out + head * D + e * 4, sum, inverses[e / VECTORS]);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
+#if CLUSTER > 1
+    __cluster_dims__(1, CLUSTER, 1)
+#endif
 attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __restrict__ items, const int* __restrict__ pages, float* partial,
                  float2* weights, int* counters, Out* out, i64 q_stride, i64 to_values, i64 n_kv_heads, float scale_log2) {
     let_next_begin();
     extern __shared__ __align__(128) unsigned char shared[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 item = blockIdx.y;
+    const i64 item = blockIdx.y / CLUSTER;
+    const int rank = blockIdx.y % CLUSTER;
     const int4 keys = reinterpret_cast<const int4*>(items)[2 * item], split = reinterpret_cast<const int4*>(items)[2 * item + 1];
     const int row = keys.x, first = keys.z, end = keys.w, parts = split.y;
     const bool empty = first >= end;
 
-    // Groups of 16 keys from the start of the part's first page. This warp's first group, and the last group of all.
-    const int first_group = first / KEYS + warp, last_group = (end - 1) / KEYS;
+    // Groups of 16 keys from the start of the part's first page. This warp's first group, the next one's distance, and the last of all.
+    constexpr int DISTANCE = CLUSTER * WARPS;
+    const int first_group = first / KEYS + rank * WARPS + warp, last_group = (end - 1) / KEYS;
     auto page_of = [&](int group) { return pages[keys.y + min(group, last_group) / (PAGE / KEYS)]; };
     int page[STAGES];
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) page[s] = empty ? 0 : page_of(first_group + s * WARPS);
+    for (int s = 0; s < STAGES; ++s) page[s] = empty ? 0 : page_of(first_group + s * DISTANCE);
 
     const int kv_head = blockIdx.x / HEAD_TILES, tile = blockIdx.x % HEAD_TILES;
     const int head = kv_head * GROUP + tile * BLOCK_ROWS, rows = min(BLOCK_ROWS, GROUP - tile * BLOCK_ROWS);
@@ -223,12 +237,23 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
     const int first_new = empty || !split.w ? 0 : split.x + 1 < parts ? last_group + 1 : last_group;
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
-        if (first_group + s * WARPS < first_new) fetch(ring + s * STAGE, first_group + s * WARPS, page[s]);
+        if (first_group + s * DISTANCE < first_new) fetch(ring + s * STAGE, first_group + s * DISTANCE, page[s]);
+    Shared& rest = *reinterpret_cast<Shared*>(shared + WARPS * RING);
+#if CLUSTER > 1
+    const int senders = min(CLUSTER, (last_group - first / KEYS) / WARPS + 1);  // blocks that have a group
+    const int slice = (rows * VECTORS - rank + CLUSTER - 1) / CLUSTER;
+    if (threadIdx.x == 0) {
+        barrier_init(rest.inbox_full, 1);
+        barriers_are_there();
+        arrive_expecting(rest.inbox_full, senders * (slice * sizeof(float4) + rows * sizeof(float2)));
+    }
+    cluster_arrive();  // the wait comes before the first `send_to`
+#endif
     wait_for_previous();
     if (empty) return;
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
-        const int group = first_group + s * WARPS;
+        const int group = first_group + s * DISTANCE;
         if (group >= first_new && group <= last_group) fetch(ring + s * STAGE, group, page[s]);
         copy_commit();
     }
@@ -260,13 +285,13 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
 
     const u32 k_at = place(lane % 16, lane / 16), v_at = TILE + place(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     u32 stage = ring, free_stage = ring + (STAGES - 1) * STAGE;
-    for (int group = first_group; group <= last_group; group += WARPS) {
+    for (int group = first_group; group <= last_group; group += DISTANCE) {
         copy_wait<STAGES - 2>();
         __syncwarp();  // the group is there, and no lane reads the previous group any more
-        const int ahead = group + (STAGES - 1) * WARPS;
+        const int ahead = group + (STAGES - 1) * DISTANCE;
         if (ahead <= last_group) fetch(free_stage, ahead, next_page);
         copy_commit();
-        next_page = page_of(ahead + WARPS);
+        next_page = page_of(ahead + DISTANCE);
 
         float s[Q_TILES][2][4] = {};  // two sums, so that the chain of dependent products is half as long
 #if KV8
@@ -366,7 +391,6 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
     copy_wait<0>();
     __syncthreads();
     float* sums = reinterpret_cast<float*>(shared);
-    Shared& rest = *reinterpret_cast<Shared*>(shared + WARPS * RING);
 #pragma unroll
     for (int m = 0; m < Q_TILES; ++m)
 #pragma unroll
@@ -382,35 +406,55 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
         }
     __syncthreads();
     out += row * n_heads * D;
-    for (int e = threadIdx.x; e < rows * (D / 4); e += THREADS) {
-        const int r = e / (D / 4), c = e % (D / 4) * 4;
-        float most = rest.weights[0][r].x, total = 0.f;
-#pragma unroll
-        for (int w = 1; w < WARPS; ++w) most = fmaxf(most, rest.weights[w][r].x);
+    // Joins the results of `count` warps or blocks for one float4. `weight` and `values` give those of each. `pass` gets the sum.
+    auto joined = [&](int count, auto weight, auto values, auto pass) {
+        float most = weight(0).x, total = 0.f;
+        for (int i = 1; i < count; ++i) most = fmaxf(most, weight(i).x);
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            const float factor = exp2_fast(rest.weights[w][r].x - most);
-            total = fmaf(factor, rest.weights[w][r].y, total);
-            add_scaled(sum, *reinterpret_cast<const float4*>(sums + (w * 8 * Q_TILES + r) * SUMS_PITCH + c), factor);
+        for (int i = 0; i < count; ++i) {
+            const float factor = exp2_fast(weight(i).x - most);
+            total = fmaf(factor, weight(i).y, total);
+            add_scaled(sum, values(i), factor);
         }
-        if (parts == 1) {
-            store4(out + (head + r) * D + c, sum, 1.f / total);
-        } else {
-            *reinterpret_cast<float4*>(partial + (item * n_heads + head + r) * D + c) = sum;
-            if (c == 0) weights[item * n_heads + head + r] = make_float2(most, total);
-        }
+        pass(sum, make_float2(most, total));
+    };
+    auto of_warps = [&](int e, auto pass) {
+        const int r = e / VECTORS, c = e % VECTORS * 4;
+        joined(
+            WARPS, [&](int w) { return rest.weights[w][r]; },
+            [&](int w) { return *reinterpret_cast<const float4*>(sums + (w * 8 * Q_TILES + r) * SUMS_PITCH + c); }, pass);
+    };
+#if CLUSTER > 1
+    cluster_wait();
+    for (int e = threadIdx.x; e < rows * VECTORS && rank < senders; e += THREADS)
+        of_warps(e, [&](const float4& sum, const float2& weight) {
+            send_to(e % CLUSTER, rest.inbox[rank][e / CLUSTER], sum, rest.inbox_full);
+            for (int to = e % VECTORS; to < CLUSTER; to += VECTORS)
+                send_to(to, rest.inbox_weights[rank][e / VECTORS], weight, rest.inbox_full);
+        });
+    wait(rest.inbox_full, 0);
+    for (int i = threadIdx.x; i < slice; i += THREADS) {
+        const int e = i * CLUSTER + rank;
+        joined(
+            senders, [&](int b) { return rest.inbox_weights[b][e / VECTORS]; }, [&](int b) { return rest.inbox[b][i]; },
+            [&](const float4& sum, const float2& weight) { store4(out + head * D + e * 4, sum, 1.f / weight.y); });
     }
+#else
+    for (int e = threadIdx.x; e < rows * VECTORS; e += THREADS)
+        of_warps(e, [&](const float4& sum, const float2& weight) {
+            if (parts == 1) {
+                store4(out + head * D + e * 4, sum, 1.f / weight.y);
+            } else {
+                *reinterpret_cast<float4*>(partial + (item * n_heads + head) * D + e * 4) = sum;
+                if (e % VECTORS == 0) weights[item * n_heads + head + e / VECTORS] = weight;
+            }
+        });
     if (parts == 1) return;
 
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
-        u32* counter = reinterpret_cast<u32*>(counters) + static_cast<i64>(split.z) * gridDim.x + blockIdx.x;
-        rest.is_last = atomicInc(counter, parts - 1) == parts - 1;  // back to 0 at the last
-    }
+    if (threadIdx.x == 0)
+        rest.is_last = is_last_of(reinterpret_cast<u32*>(counters) + static_cast<i64>(split.z) * gridDim.x + blockIdx.x, parts);
     __syncthreads();
-    if (!rest.is_last) return;
-    __threadfence();
-    combine(partial, weights, out, sums, head, rows, split.z, parts, n_heads);
+    if (rest.is_last) combine(partial, weights, out, sums, rest.inverses, head, rows, split.z, parts, n_heads);
+#endif
 }

@@ -39,12 +39,6 @@ template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
-// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
-__device__ __forceinline__ float4 load_of_blocks(const float* x) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
-    return v;
-}
 __device__ __forceinline__ float float_of_half(u32 bits) {  // the low 16 bits
     float x;
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(x) : "r"(bits));

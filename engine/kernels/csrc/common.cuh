@@ -80,6 +80,26 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+// Counts this block at `counter`. Returns whether it is the last of `blocks` blocks. Then its threads see what the other blocks have
+// written, and the counter is 0 again. One thread makes this call, between two barriers of the block. A `__threadfence` of all threads
+// would take longer.
+__device__ __forceinline__ bool is_last_of(u32* counter, u32 blocks) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(blocks - 1) : "memory");
+    return before == blocks - 1;
+}
+// Loads past the L1 cache, because the L1 cache does not see other multiprocessors' writes.
+__device__ __forceinline__ float4 load_of_blocks(const float* x) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(x) : "memory");
+    return v;
+}
+__device__ __forceinline__ float2 load_of_blocks(const float2* x) {
+    float2 v;
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(x) : "memory");
+    return v;
+}
+
 // The type of attention's results: 16 bits, or e4m3 (sm_89 and later).
 #ifndef E4M3
 #define E4M3 0

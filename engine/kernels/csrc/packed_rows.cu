@@ -251,13 +251,10 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
         }
         const i64 slice_sums = static_cast<i64>(strips) * 128;  // floats
         for_my_strips([&](int r, int, i64 at) { *reinterpret_cast<float4*>(partial + rank * slice_sums + at) = sum_of(r); });
-        __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0)
-            shared.is_last = atomicInc(reinterpret_cast<u32*>(counters) + tile, SPLIT - 1) == SPLIT - 1;  // back to 0 at the last
+        if (threadIdx.x == 0) shared.is_last = is_last_of(reinterpret_cast<u32*>(counters) + tile, SPLIT);
         __syncthreads();
         if (!shared.is_last) continue;
-        __threadfence();
         if (NORM) {
             if (threadIdx.x < m) {
                 float squares = 0.f;

@@ -217,15 +217,10 @@ packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __r
                     const float(&its)[4] = sums.of[r][t];
                     *reinterpret_cast<float4*>(of_block(blockIdx.x, r, t)) = make_float4(its[0], its[1], its[2], its[3]);
                 }
-            __threadfence();
             __syncthreads();
-            if (threadIdx.x == 0) {
-                const u32 others = last_block - first_block;
-                is_last = atomicInc(reinterpret_cast<u32*>(counters) + tile, others) == others;  // back to 0 at the last
-            }
+            if (threadIdx.x == 0) is_last = is_last_of(reinterpret_cast<u32*>(counters) + tile, last_block - first_block + 1);
             __syncthreads();
             if (!is_last) continue;
-            __threadfence();
             sums = {};
 #pragma unroll 2
             for (int block = first_block; block <= last_block; ++block) {

@@ -45,7 +45,7 @@ class CachedAttention:
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
         if cached.num_decodes:
             items = cached.items[self._window]
-            kernels.attention_decode(q, layer, items, cached.pages, cached.workspace, dtype, out)
+            kernels.attention_decode(q, layer, items, cached.pages, cached.workspace, dtype, out, cached.cluster)
         if len(cached.tiles):
             how = cached.tile_shape, self._window, dtype, cached.queue, out
             kernels.paged_attention(q, layer, cached.tiles, cached.pages, *how)
