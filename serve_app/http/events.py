@@ -140,12 +140,13 @@ class EventStream(StreamingResponse):
     def _last_events(self) -> bytes:
         """`[DONE]`, behind the error if there is one."""
         end, error = b"data: [DONE]\n\n", self._computing.exception()
-        if isinstance(error, EmberError):
-            return self._error(error) + end
-        if error is not None:
+        if error is None:
+            return end
+        self._service.metrics.broken_streams.inc()
+        if not isinstance(error, EmberError):
             log.error("a stream failed", exc_info=error)
-            return self._error(EmberError("internal error; the server's log has the details")) + end
-        return end
+            error = EmberError("internal error; the server's log has the details")
+        return self._error(error) + end
 
     def _error(self, error: EmberError) -> bytes:
         status, error_type, message = describe(error)

@@ -65,6 +65,9 @@ class Metrics:
         self.unread_answers = self._counter(
             "unread_answers", "Answers and streams that the server ended because the client did not read them"
         ).labels(model)
+        self.broken_streams = self._counter("broken_streams", "Streams that ended with an error after their first event").labels(
+            model
+        )
         self.rejected = self._counter("rejected_requests", "Requests answered 429").labels(model)
         self.splits = self._counter("split_batches", "Batches halved because they did not fit into memory").labels(model)
         self.cache_hits = self._counter("cache_hits", "Inputs whose vectors were in the cache").labels(model)

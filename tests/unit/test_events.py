@@ -216,10 +216,10 @@ def test_a_bug_in_a_delta_ends_its_own_stream(
         return works(self, *given)
 
     monkeypatch.setattr(owner, name, broken)
-    model = FakeGenerator(tmp_path, "abcdef")
+    model, metrics = FakeGenerator(tmp_path, "abcdef"), Metrics("fake")
 
     async def scenario() -> tuple[bytes, bytes]:
-        async with serving(model, Metrics("fake")) as port, asking(port) as client, asking(port, max_tokens=3) as other:
+        async with serving(model, metrics) as port, asking(port) as client, asking(port, max_tokens=3) as other:
             reads = read_until(client, b"[DONE]"), read_until(other, b"[DONE]")
             one, two = await asyncio.wait_for(asyncio.gather(*reads), 10)
             return one, two
@@ -230,6 +230,7 @@ def test_a_bug_in_a_delta_ends_its_own_stream(
     assert b"secret" not in one
     assert caplog.messages == ["a stream failed"]
     assert all(stream.future.done() for stream in model.streams)
+    assert count(metrics, "broken_streams_total") == 1
 
 
 def test_a_deadline_ends_an_answer_whose_reader_is_slow(tmp_path: Path) -> None:

@@ -89,18 +89,21 @@ SERVER: list[Panel] = [
     ("Tokens/s of API keys", "short", {"{{key}}": rate("emberforge_key_tokens_total", "key", HERE)}),
     ("Refusals of API keys", "reqps", {"{{key}}": rate("emberforge_key_refusals_total", "key", HERE)}),
     (
-        "Clients that left or did not read",
+        "Clients that left, did not read, or got a broken stream",
         "reqps",
         {
             "left": rate("emberforge_cancelled_requests_total", "instance", HERE),
             "did not read": rate("emberforge_unread_answers_total", "instance", HERE),
+            "got an error in a stream": rate("emberforge_broken_streams_total", "instance", HERE),
         },
     ),
 ]
 
 FAILED = 'status=~"424|5..|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED"'
 QUEUED_S = "max by (pool) (emberforge_pool_queue_tokens / emberforge_pool_tokens_per_second)"
-FAILURES = f"{rate('emberforge_requests_total', 'job', FAILED)} / {rate('emberforge_requests_total', 'job')}"
+# The series have different labels, so `or` has all of both.
+FAILED_REQUESTS = f"rate(emberforge_requests_total{{{FAILED}}}{RATE}) or rate(emberforge_broken_streams_total{RATE})"
+FAILURES = f"sum by (job) ({FAILED_REQUESTS}) / {rate('emberforge_requests_total', 'job')}"
 BUSY = f'avg by (pool) (rate(emberforge_batch_seconds_sum{{pool!=""}}{RATE}))'
 PAGES_HELD = "sum by (pool) (emberforge_kv_pages_held) / sum by (pool) (emberforge_kv_pages)"
 STARTS = 'process_start_time_seconds{pool!=""}'
