@@ -37,7 +37,7 @@ from serve_app.gateway.config import Asleep, GatewayArgs, GatewayModel
 from serve_app.gateway.facts import Facts, ModelFacts
 from serve_app.gateway.outbox import next_ticket
 from serve_app.gateway.pool import PoolClient
-from serve_app.gateway.remote import LOST, ReplicaDied, Stopping, Unreachable, in_background
+from serve_app.gateway.remote import LOST, Elsewhere, ReplicaDied, Unreachable, in_background
 from serve_app.gateway.trial import Versions
 from serve_app.gather import gather
 from serve_app.models import Check, ModelInfo, passes
@@ -212,7 +212,7 @@ class PooledModel:
         level = logging.WARNING if attempt < 3 else logging.DEBUG  # a request may try dozens of times
         log.log(level, "%s: attempt %d failed: %r", self.given.spec.name, attempt, error)
         if not isinstance(error, ReplicaDied):
-            return not isinstance(error, Stopping | Unreachable)
+            return not isinstance(error, Elsewhere | Unreachable)
         if is_innocent:
             return False
         death = self.suspects.died(mark, error.replica, sent_at)
@@ -355,8 +355,8 @@ class PooledGenerator(PooledModel):
                 try:
                     await self.suspects.run(mark, attempt, innocence(stream))
                     return None
-                except Stopping as stopping:
-                    log.info("a stream moves: %s", stopping)
+                except Elsewhere as moved:
+                    log.info("a stream moves: %s", moved)
                 except LOST as lost:
                     num_lost += 1
                     self.lost(mark, num_lost, lost, is_innocent=is_settled() and mark not in self.suspects)

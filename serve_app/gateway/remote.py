@@ -23,11 +23,15 @@ class Lost(EngineStopped):
     """The replica that has the request is gone, or has stopped reporting while other replicas report."""
 
 
-class Stopping(Lost):
-    """The replica stops gracefully. Another replica continues its requests and streams."""
+class Elsewhere(Lost):
+    """Another replica continues the request. No replica has died with it."""
 
 
-class NoReplica(Stopping):
+class Stopping(Elsewhere):
+    """The replica stops gracefully."""
+
+
+class NoReplica(Elsewhere):
     """The request waits for a pool's first replica, and another pool of the model has one now."""
 
 

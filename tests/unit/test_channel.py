@@ -23,7 +23,7 @@ from serve_app.gateway import channel as gateway
 from serve_app.gateway import connection
 from serve_app.gateway.config import PoolRef
 from serve_app.gateway.models import PooledGenerator
-from serve_app.gateway.remote import LOST, ReplicaDied, Stopping
+from serve_app.gateway.remote import LOST, NoReplica, ReplicaDied, Stopping
 from serve_app.gateway.steps import NewStream, Steps
 from serve_app.replica import channel as replica
 from tests.unit.streams_by_hand import CONTEXT, EOS, VOCABULARY, Begun, ByHand, until
@@ -553,7 +553,7 @@ def test_a_stream_does_not_wait_for_the_first_replica_of_a_pool_if_another_pool_
         await asyncio.sleep(0.1)
         assert not waiting.done()
         other.load.update({"it": Report(1.0)}, now=monotonic())
-        with pytest.raises(Stopping, match="another pool has one"):  # so it does not count as a loss
+        with pytest.raises(NoReplica, match="another pool has one"):  # so it does not count as a loss
             await asyncio.wait_for(waiting, 10)
 
     run(scenario)
