@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +30,9 @@ KEY = "ef-clients"
 # they get the first model for their task. The reranker is the first of all models, so `/info` and `POST /` use the reranker.
 TASKS = ["reranker", "classifier", "splade"]
 EMBEDDED = ["all-MiniLM-L6-v2", "SmolLM2-135M-Instruct"]  # the second model generates text
+
+
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -56,21 +59,36 @@ def reference(prepared: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def server(prepared: Path) -> Iterator[Server]:
-    """A server of the embedded model with prompts, which requires a key."""
-    name = "all-MiniLM-L6-v2"
-    options = ["--served-model-name", name, "--api-key", KEY, "--max-concurrent-requests", "8"]
-    with _serving([str(prepared / "prompted")], [name], options, prepared / "server.log", 30_800) as server:
-        yield server
+def processes() -> Iterator[list[Process]]:
+    """The servers' processes. In the end all of them stop at once, because each takes five seconds."""
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.send_signal(signal.SIGINT)
+    deadline, late = time.monotonic() + 60, list[Process]()
+    for process in started:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            late.append(process)
+    assert not late, f"a server did not stop within a minute: {late}"
 
 
 @pytest.fixture(scope="session")
-def open_server(prepared: Path) -> Iterator[Server]:
+def server(prepared: Path, processes: list[Process]) -> Server:
+    """A server of the embedded model with prompts, which requires a key."""
+    name = "all-MiniLM-L6-v2"
+    options = ["--served-model-name", name, "--api-key", KEY, "--max-concurrent-requests", "8"]
+    return _serve(processes, [str(prepared / "prompted")], [name], options, prepared / "server.log", 30_800)
+
+
+@pytest.fixture(scope="session")
+def open_server(prepared: Path, processes: list[Process]) -> Server:
     """A server of several models, without a key."""
     models, names = [str(prepared / name) for name in TASKS] + EMBEDDED, [*TASKS, *EMBEDDED]
     options = [each for name in names for each in ("--served-model-name", name)]
-    with _serving(models, names, options, prepared / "open.log", 30_900) as server:
-        yield server
+    return _serve(processes, models, names, options, prepared / "open.log", 30_900)
 
 
 def close(ours: Any, theirs: Any) -> None:
@@ -79,25 +97,22 @@ def close(ours: Any, theirs: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def plain_server(prepared: Path) -> Iterator[Server]:
+def plain_server(prepared: Path, processes: list[Process]) -> Server:
     """A server of the embedded model alone, without a key."""
-    with _serving(["all-MiniLM-L6-v2"], ["all-MiniLM-L6-v2"], [], prepared / "plain.log", 30_700) as server:
-        yield server
+    return _serve(processes, ["all-MiniLM-L6-v2"], ["all-MiniLM-L6-v2"], [], prepared / "plain.log", 30_700)
 
 
 @pytest.fixture(scope="session")
-def generator_server(prepared: Path) -> Iterator[Server]:
+def generator_server(prepared: Path, processes: list[Process]) -> Server:
     """A server of the embedded model that generates, without a key."""
     name = "SmolLM2-135M-Instruct"
-    with _serving([name], [name], [], prepared / "generator.log", 30_600) as server:
-        yield server
+    return _serve(processes, [name], [name], [], prepared / "generator.log", 30_600)
 
 
 @pytest.fixture(scope="session")
-def classifier_server(prepared: Path) -> Iterator[Server]:
+def classifier_server(prepared: Path, processes: list[Process]) -> Server:
     """A server of a classifier alone, because clients of TEI ask `/info` for the kind of the server."""
-    with _serving([str(prepared / "classifier")], ["classifier"], [], prepared / "classifier.log", 30_500) as server:
-        yield server
+    return _serve(processes, [str(prepared / "classifier")], ["classifier"], [], prepared / "classifier.log", 30_500)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -112,8 +127,9 @@ def _free_ports(count: int) -> list[int]:
     raise OSError("a hundred ports are nearly all in use")
 
 
-@contextmanager
-def _serving(models: list[str], names: list[str], options: list[str], log: Path, replica_port: int) -> Iterator[Server]:
+def _serve(
+    processes: list[Process], models: list[str], names: list[str], options: list[str], log: Path, replica_port: int
+) -> Server:
     port, grpc_port = _free_ports(2)
     listen = ["--host", "127.0.0.1", "--port", str(port), "--grpc-port", str(grpc_port)]
     command = [str(BIN / "emberforge"), "serve", *models, *listen, "--dtype", "float32", *options]
@@ -123,20 +139,13 @@ def _serving(models: list[str], names: list[str], options: list[str], log: Path,
     }
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    processes.append(process)
     server = Server(f"http://127.0.0.1:{port}", tuple(names), f"127.0.0.1:{grpc_port}")
-    try:
-        _wait_until_healthy(server.root, process, log)
-        yield server
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+    _wait_until_healthy(server.root, process, log)
+    return server
 
 
-def _wait_until_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+def _wait_until_healthy(url: str, process: Process, log: Path) -> None:
     deadline = time.monotonic() + 120
     while True:
         try:

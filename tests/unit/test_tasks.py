@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -635,14 +636,37 @@ def test_a_text_without_tokens_is_one_chunk(serve: Serve, pooling: str) -> None:
         assert [(each["start"], each["end"]) for each in first + blank] == [(0, 1), (0, 2)]
 
 
-@pytest.mark.slow
-def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer) -> None:
-    """`tokenizers` makes a new object at each access. Windows from each start of a long text would take gigabytes."""
-    text = "word " * 100_000
-    chunked = tokenizer.chunk(0, text, 50_000, 49_900, 1000, None)
-    assert len(chunked.offsets) == 501
-    with pytest.raises(InvalidInput, match="makes 50001 chunks of input 3, 1000 at most"):
-        tokenizer.chunk(3, text, 50_000, 49_999, 1000, None)
+class _Counted:
+    """An encoding that counts how often each of its lists is made."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding, self.made = encoding, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.made[name] += 1
+        return getattr(self._encoding, name)
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+
+def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tokenizers` makes a new list at each access. Windows from each start of a long text would take gigabytes."""
+    encode, encodings = Tokenizer._encode_batch, list[_Counted]()
+
+    def counted(*args: Any, **kwargs: Any) -> list[_Counted]:
+        found = [_Counted(each) for each in encode(*args, **kwargs)]
+        encodings.extend(found)
+        return found
+
+    monkeypatch.setattr(Tokenizer, "_encode_batch", counted)
+    text = "word " * 10_000
+    chunked = tokenizer.chunk(0, text, 5_000, 4_900, 1000, None)
+    assert len(chunked.offsets) == 51
+    with pytest.raises(InvalidInput, match="makes 5001 chunks of input 3, 1000 at most"):
+        tokenizer.chunk(3, text, 5_000, 4_999, 1000, None)
+    assert {name for each in encodings for name in each.made} >= {"ids", "offsets"}
+    assert max(count for each in encodings for count in each.made.values()) == 1
 
 
 def test_texts_are_cut_in_turns_until_there_are_too_many_chunks(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
