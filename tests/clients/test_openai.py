@@ -79,7 +79,7 @@ def test_what_is_refused_is_the_sdks_own_error(sdk: openai.OpenAI) -> None:
 
 def test_overload_is_told_and_the_sdk_comes_back(server: Server, reference: dict[str, Any]) -> None:
     """The server admits eight requests. The SDK repeats the refused requests after the time in Retry-After."""
-    many = [LONG] * 40
+    many = [LONG] * 16
 
     async def scenario(max_retries: int) -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{server.root}/v1", api_key=KEY, max_retries=max_retries) as client:
