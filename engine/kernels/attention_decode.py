@@ -32,25 +32,24 @@ class DecodeShape:
     stages: int  # groups of a warp that are in shared memory or being copied there
     rows: int = 16  # query heads: 8 or 16
     in_8_bits: bool = False  # keys and values
-    cluster: int = 1  # blocks that compute an item together, from `decode_cluster`
 
     @property
     def threads(self) -> int:
         return 32 * self.warps
 
-    def shared_bytes(self, head_dim: int, group: int) -> int:
-        return self._ring_bytes(head_dim) + self.extra_bytes(head_dim, group)
-
-    def extra_bytes(self, head_dim: int, group: int) -> int:
-        """Returns the bytes beside the rings."""
-        rows = min(group, self.rows)
-        slice_bytes = -(-rows * head_dim // 4 // self.cluster) * 16
-        return _EXTRA_BYTES + (self.cluster * (8 * rows + slice_bytes) if self.cluster > 1 else 0)
-
-    def _ring_bytes(self, head_dim: int) -> int:
+    def shared_bytes(self, head_dim: int, group: int, cluster: int = 1) -> int:
         row = head_dim * (1 if self.in_8_bits else 2)
         pitch = row if row % 128 == 0 else row + 16
-        return self.warps * self.stages * (2 * 16 * pitch + 128 * self.in_8_bits)
+        rings = self.warps * self.stages * (2 * 16 * pitch + 128 * self.in_8_bits)
+        return rings + self.extra_bytes(head_dim, group, cluster)
+
+    def extra_bytes(self, head_dim: int, group: int, cluster: int) -> int:
+        """Returns the bytes beside the rings: with a cluster also the places for the other blocks' results."""
+        if cluster == 1:
+            return _EXTRA_BYTES
+        rows = min(group, self.rows)
+        slice_bytes = -(-rows * head_dim // 4 // cluster) * 16
+        return _EXTRA_BYTES + cluster * (8 * rows + slice_bytes)
 
     def blocks(self, n_heads: int, n_kv_heads: int) -> int:
         """Returns the number of blocks of one item."""
@@ -127,8 +126,8 @@ def attention_decode(
         return out
     n_kv_heads = cache.shape[2]
     values, scales = (cache.values, cache.scales) if isinstance(cache, Cache8) else (cache, None)
-    shape = replace(shape or (DECODE_SHAPES if scales is None else DECODE_SHAPES_8)[head_dim], cluster=cluster)
-    kernel = _kernel(head_dim, n_heads // n_kv_heads, shape, q.dtype, out.itemsize == 1, q.device, macro(cache))
+    shape = shape or (DECODE_SHAPES if scales is None else DECODE_SHAPES_8)[head_dim]
+    kernel = _kernel(head_dim, n_heads // n_kv_heads, shape, q.dtype, out.itemsize == 1, q.device, macro(cache), cluster)
     kernel(
         (shape.blocks(n_heads, n_kv_heads), cluster * len(items)),
         q,
@@ -240,15 +239,15 @@ def most_items(batch: int, num_kv_heads: int, num_blocks: int) -> int:
 
 @cache
 def _kernel(
-    head_dim: int, group: int, shape: DecodeShape, dtype: torch.dtype, e4m3: bool, device: torch.device, kv8: int
+    head_dim: int, group: int, shape: DecodeShape, dtype: torch.dtype, e4m3: bool, device: torch.device, kv8: int, cluster: int
 ) -> Kernel:
-    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8)
-    shared_bytes = shape.shared_bytes(head_dim, group)
+    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8, cluster)
+    shared_bytes = shape.shared_bytes(head_dim, group, cluster)
     return Kernel("attention_decode", "attention_decode", defines, device, shape.threads, shared_bytes)
 
 
 def attention_decode_defines(
-    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool, kv8: int
+    head_dim: int, group: int, dtype: torch.dtype, shape: DecodeShape, e4m3: bool, kv8: int, cluster: int = 1
 ) -> dict[str, int]:
     return {
         "HEAD_DIM": head_dim,
@@ -257,8 +256,8 @@ def attention_decode_defines(
         "STAGES": shape.stages,
         "BLOCK_ROWS": shape.rows,
         "MOST_PARTS": MOST_PARTS,
-        "EXTRA_BYTES": shape.extra_bytes(head_dim, group),
-        "CLUSTER": shape.cluster,
+        "EXTRA_BYTES": shape.extra_bytes(head_dim, group, cluster),
+        "CLUSTER": cluster,
         "E4M3": int(e4m3),
         "KV8": kv8,
         "HALF": half(dtype),

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -268,9 +268,9 @@ def _attention_decode(
 ) -> Variant:
     of_cluster = f", clusters of {cluster}" if cluster > 1 else ""
     label = f"head_dim {head_dim}, {group} query heads a key head{', e4m3' * e4m3}{_kv8(kv8)}{of_cluster}"
-    shape = replace((DECODE_SHAPES_8 if kv8 else DECODE_SHAPES)[head_dim], cluster=cluster)
-    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8)
-    return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim, group))
+    shape = (DECODE_SHAPES_8 if kv8 else DECODE_SHAPES)[head_dim]
+    defines = attention_decode_defines(head_dim, group, dtype, shape, e4m3, kv8, cluster)
+    return Variant("attention_decode", label, defines, shape.shared_bytes(head_dim, group, cluster))
 
 
 def _products_on_hopper() -> Iterator[Variant]:

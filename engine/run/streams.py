@@ -286,7 +286,7 @@ class StreamPacker:
         return StreamShape(decodes, tokens, chunks, items, cluster, tiles, tile_shape, self.windows)
 
     def _num_blocks(self, cluster: int) -> int:
-        """For `decode_items`. A cluster computes a whole sequence."""
+        """The number of blocks that `decode_items` aims at. A cluster computes a whole sequence, so 1 then."""
         return self.num_blocks if cluster == 1 else 1
 
     def fill(self, buffer: Ints, shape: StreamShape, laid: Laid) -> None:

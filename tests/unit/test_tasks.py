@@ -646,9 +646,6 @@ class _Counted:
         self.made[name] += 1
         return getattr(self._encoding, name)
 
-    def __len__(self) -> int:
-        return len(self._encoding)
-
 
 def test_cutting_takes_time_in_proportion(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """`tokenizers` makes a new list at each access. Windows from each start of a long text would take gigabytes."""

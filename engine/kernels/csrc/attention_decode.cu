@@ -209,7 +209,7 @@ attention_decode(const u16* q, const KV* cache, const u8* scales, const int* __r
     const int row = keys.x, first = keys.z, end = keys.w, parts = split.y;
     const bool empty = first >= end;
 
-    // Groups of 16 keys from the start of the part's first page. This warp's first group, the next one's distance, and the last of all.
+    // Groups of 16 keys are counted from the start of the part's first page. A warp's groups are DISTANCE apart.
     constexpr int DISTANCE = CLUSTER * WARPS;
     const int first_group = first / KEYS + rank * WARPS + warp, last_group = (end - 1) / KEYS;
     auto page_of = [&](int group) { return pages[keys.y + min(group, last_group) / (PAGE / KEYS)]; };
