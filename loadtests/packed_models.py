@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.catalogue import CATALOGUE
-from engine.codes import Form
+from engine.codes import E4M3_DIVISOR, Form
 from engine.kernels import Weight
 from engine.kernels.packed import pack
 from engine.kernels.quantize import quantize_weight
@@ -34,7 +34,7 @@ CACHE_TOKENS = 80_000
 # The forms of all layers: bf16, float8 and int8 as the engine rounds them, and published forms.
 PUBLISHED = {"as Q4_1 and Q4_K": Form(32, beside="mins"), "as Q4_0": Form(32), "as most of GPTQ": Form(128),
              "as NVFP4": Form(16, is_float=True), "as Q5_K": Form(32, 5, "mins"), "as Q6_K": Form(16, 6),
-             "as Q8_0": Form(32, 8)}  # fmt: skip
+             "as Q8_0": Form(32, 8), "as FP8": Form(128, 8, is_float=True)}  # fmt: skip
 ROUNDED = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn, "int8": torch.int8}
 FORMS: dict[str, dict[str, Form | torch.dtype]] = {
     "Qwen/Qwen3-8B": {**ROUNDED, **PUBLISHED},
@@ -51,6 +51,10 @@ def weights_of(form: Form | torch.dtype) -> type[random_engine.RandomWeights]:
             if isinstance(form, torch.dtype):
                 return weight if form == weight.dtype else quantize_weight(weight, form)
             (n, k), most = weight.shape, 1 << form.bits
+            if form.is_float and form.bits == 8:
+                scale = weight.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
+                codes = (weight.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+                return pack(codes, form, (scale * E4M3_DIVISOR).half().expand(n, k // form.group))
             codes = torch.randint(0, most, (n, k), device=weight.device, dtype=torch.uint8)
             deviation = most / 12**0.5  # of the codes
             scales = torch.full((n, k // form.group), 0.02 / deviation, device=weight.device, dtype=torch.float16)

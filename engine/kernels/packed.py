@@ -14,7 +14,7 @@ _SLICE_VALUES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A matrix W [N, K]. A value is (code - zero) * scale, code * scale + min, or a number in e2m1 times the scale.
+    """A matrix W [N, K]. A value is (code - zero) * scale, code * scale + min, or a number in e2m1 or e4m3 times the scale.
 
     `records`: [N / 16, K / chunk, ...] int32. `counters`: [N / 16] int32, used by the kernels, 0 between launches.
     """
@@ -66,7 +66,7 @@ def _records(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None) -
     strips, chunks = n // STRIP, k // chunk
     parts = [_plane(codes & 15, 4)]
     if form.bits > 4:
-        high = codes ^ 128 if form.bits == 8 else codes
+        high = codes ^ 128 if form.bits == 8 and not form.is_float else codes
         parts.append(_plane(high >> 4, form.bits - 4))
     parts = [part.reshape(strips, chunks, -1) for part in parts]
     numbers = [scales.contiguous().view(torch.int16)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.codes import Form
+from engine.codes import E4M3_DIVISOR, Form
 from engine.kernels.cache8 import Cache8
 
 
@@ -161,6 +161,13 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+def values_of_floats(codes: Tensor, bits: int) -> Tensor:
+    """Codes of 4 bits, in e2m1, or of 8 bits, in e4m3 -> fp32. The latter are divided by E4M3_DIVISOR (csrc/codes.cuh)."""
+    if bits == 8:
+        return codes.to(torch.uint8).view(torch.float8_e4m3fn).float() / E4M3_DIVISOR
+    return torch.tensor(E2M1, device=codes.device)[codes.int()]
+
+
 def unpack(records: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
     """Returns the matrix [N, K] of `Packed.records` (csrc/codes.cuh describes them). fp32 values are rounded once."""
     strips, chunks, _ = records.shape
@@ -187,7 +194,7 @@ def unpack(records: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
     if form.beside == "mins":
         return (codes.float() * scales + numbers.view(torch.float16)[of, places + 2].float()).to(dtype)
     if form.is_float:
-        return (torch.tensor(E2M1, device=records.device)[codes] * scales).to(dtype)
+        return (values_of_floats(codes, form.bits) * scales).to(dtype)
     zeros: Tensor | int = numbers[of, places + 2] if form.beside == "zeros" else 1 << form.bits - 1
     codes = codes ^ 128 if form.bits == 8 else codes
     return ((codes - zeros).float() * scales).to(dtype)

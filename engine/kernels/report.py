@@ -53,7 +53,7 @@ _PRODUCTS: dict[tuple[int, int], tuple[FollowedBy, bool]] = {
 _H200_SMS = 132
 _FORMS = (
     Form(128), Form(64, beside="zeros"), Form(32, beside="zeros"), Form(32, beside="mins"), Form(16, is_float=True),
-    Form(32, 5, "mins"), Form(16, 6), Form(32, 8),
+    Form(32, 5, "mins"), Form(16, 6), Form(32, 8), Form(128, 8, is_float=True),
 )  # fmt: skip
 _MOST_SHARED_BYTES_OF_A100 = 163 << 10  # no later data centre chip has less
 

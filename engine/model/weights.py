@@ -26,7 +26,7 @@ from engine.kernels import Packed, Weight, quantize_weight
 from engine.model.gguf_codes import read_matrix
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.quantized.files import QuantizedFiles
-from engine.model.quantized.kept import joined, packed, to_four_bits, why_not
+from engine.model.quantized.kept import as_codes, joined, packed, to_four_bits, why_not
 from engine.model.quantized.layout import Codes, QuantizedMatrix
 from engine.model.quantized.scheme import Gguf, Quantization
 from engine.model.upload import Uploader
@@ -371,7 +371,8 @@ class Checkpoint:
 
     def _matrix(self, file: WeightFile, stored: str) -> Tensor | QuantizedMatrix:
         if isinstance(file, QuantizedFiles):
-            return file.matrix(stored)
+            matrix = file.matrix(stored)
+            return matrix if isinstance(matrix, Tensor) else as_codes(matrix)
         return read_matrix(file, stored, self.to_device) if isinstance(file, GGUFWeights) else file.tensor(stored)
 
     def _on_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,13 +29,16 @@ ROWS_IN_8_BITS = (1, 8, 16, 32, 64, 128, 256, 512)
 ROWS_OF_OTHER_FORMS = (1, 8, 16, 32, 64, 128)
 FORM = Form(128)
 OTHER_FORMS = {"Q4_0": Form(32), "Q4_1 and Q4_K": Form(32, beside="mins"), "NVFP4": Form(16, is_float=True),
-               "Q5_K": Form(32, 5, "mins"), "Q6_K": Form(16, 6), "Q8_0": Form(32, 8), "W8A16": Form(128, 8)}  # fmt: skip
+               "Q5_K": Form(32, 5, "mins"), "Q6_K": Form(16, 6), "Q8_0": Form(32, 8), "W8A16": Form(128, 8),
+               "FP8": Form(128, 8, is_float=True)}  # fmt: skip
 
 
 def packed(n: int, k: int, form: Form = FORM) -> Packed:
     """Random codes. The scales are such that products are about as large as x."""
     most = 1 << form.bits
     codes = torch.randint(0, most, (n, k), device="cuda", dtype=torch.uint8)
+    if form.is_float and form.bits == 8:
+        codes[codes & 127 == 127] = 0  # no numbers
     scales = (torch.rand(n, k // form.group, device="cuda") + 0.5) * 16 / most / (5 * k**0.5)
     mins = -scales * most / 2 if form.beside == "mins" else None
     return pack(codes, form, scales.half(), None if mins is None else mins.half())

@@ -40,7 +40,8 @@ SIZES = [(16, 128), (112, 384), (960, 640), (8208, 256), (1024, 3072), (4096, 40
 IN_4_BITS = [Form(128), Form(128, beside="zeros"), Form(128, beside="mins"), Form(64), Form(32), Form(32, beside="zeros"),
              Form(32, beside="mins")]  # fmt: skip
 OTHERS = [Form(16), Form(16, is_float=True), Form(32, is_float=True), Form(32, 5), Form(32, 5, "mins"), Form(64, 5, "zeros"),
-          Form(16, 6), Form(128, 6), Form(32, 6, "zeros"), Form(32, 8), Form(16, 8), Form(128, 8)]  # fmt: skip
+          Form(16, 6), Form(128, 6), Form(32, 6, "zeros"), Form(32, 8), Form(16, 8), Form(128, 8), Form(128, 8, is_float=True),
+          Form(64, 8, is_float=True)]  # fmt: skip
 forms = pytest.mark.parametrize("form", [*IN_4_BITS, *OTHERS], ids=str)
 
 
@@ -49,6 +50,8 @@ def matrix(n: int, k: int, form: Form) -> tuple[Packed, Tensor]:
     torch.manual_seed(n + k + form.group)
     most = 1 << form.bits
     codes = torch.randint(0, most, (n, k), device=DEVICE, dtype=torch.uint8)
+    if form.is_float and form.bits == 8:
+        codes[codes & 127 == 127] = 0  # no numbers
     scales = ((torch.rand(n, k // form.group, device=DEVICE) + 0.1) * 16 / most / k**0.5).half()
     zeros = mins = None
     if form.beside == "zeros":

@@ -20,7 +20,9 @@ from engine.kernels.packed import Packed
 from engine.model import footprint
 from engine.model.folder import load_model_config
 from engine.model.layers.linear import PackedLinear, SideBySide
-from engine.model.quantized.kept import FORM, joined, kept_form, packed, to_four_bits, why_not
+from engine.model.quantized.kept import FORM, as_codes, joined, kept_form, packed, to_four_bits, why_not
+from engine.model.quantized.layout import Codes, EightBits
+from engine.model.quantized.scheme import Fp8
 from engine.options import SamplingOptions
 
 Tiny = Callable[..., Path]
@@ -28,7 +30,8 @@ IDS = prompts((3, 40, 17, 90, 200))
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "max_position_embeddings": 512}
 SCORED = SamplingOptions(max_tokens=8, temperature=0.0, logprobs=0, prompt_logprobs=0)
 STAYS = ("awq 64", "gptq v1", "gptq v2", "ct int4 64", "ct int4 64 asymmetric", "ct int4 32 asymmetric", "ct packed int8",
-         "gptq int8 symmetric", "ct nvfp4", "ct mxfp4", "modelopt nvfp4")  # fmt: skip
+         "gptq int8 symmetric", "ct nvfp4", "ct mxfp4", "modelopt nvfp4", "ct int8", "fp8 blocks", "fp8 tensor", "ct fp8 blocks",
+         "ct fp8 channel", "ct fp8 tensor", "modelopt fp8")  # fmt: skip
 
 
 def generator(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm") -> Path:
@@ -88,7 +91,7 @@ def test_the_same_model_as_dequantised(
     ("name", "reason"),
     [
         ("gptq desc_act", "columns in another order"),
-        ("ct int8", "another layout"),
+        ("ct int8 asymmetric", "8 bits with zeros, or in blocks of other sizes"),
         ("gptq int8", r"8 bits, groups of 128, zeros, (128 x 128|64 x 128|256 x 128|128 x 256) values"),
     ],
 )
@@ -132,6 +135,10 @@ def test_an_embedding_model_and_a_cpu_dequantise(tiny: Tiny, tmp_path: Path) -> 
         ("ct nvfp4", 5),
         ("modelopt nvfp4", 5),
         ("ct mxfp4", 4.5),
+        ("ct int8", 8.125),
+        ("fp8 blocks", 8.125),
+        ("ct fp8 channel", 8.125),
+        ("modelopt fp8", 8.125),
     ],
 )
 def test_the_footprint_counts_what_is_there(
@@ -182,6 +189,34 @@ def test_parts_with_and_without_zeros_are_joined() -> None:
     assert packed(parts[0]).form.beside is None
     assert joined([parts[0], replace(parts[0], scales=parts[0].scales[:, :1])]) is None
     assert joined([parts[0], replace(parts[0], bits=5)]) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(("block", "group"), [((128, 128), 64), ((48, 64), 64), ((1, 96), 32), ((1, 192), 64), ((80, 576), 64)])
+def test_blocks_of_8_bits_become_groups(block: tuple[int, int], group: int, dtype: torch.dtype) -> None:
+    """The last blocks of rows and of columns are cut off."""
+    torch.manual_seed(0)
+    codes = (60 * torch.randn(80, 192)).to(dtype)
+    matrix = EightBits(codes, torch.rand(-(-80 // block[0]), -(-192 // block[1])) * 1e-3, block)
+    found = as_codes(matrix)
+    assert isinstance(found, Codes)
+    assert found.form.group == group
+    assert torch.equal(found.dequantized(torch.float32), matrix.dequantized(torch.float32))
+
+
+def test_what_of_8_bits_does_not_become_codes() -> None:
+    codes = torch.ones(16, 192).to(torch.float8_e4m3fn)
+    assert isinstance(as_codes(EightBits(codes, torch.ones(1, 24), (128, 8))), EightBits)
+    assert isinstance(as_codes(EightBits(codes, torch.ones(1, 2), (128, 100))), EightBits)
+    codes[3, 5] = torch.nan
+    no_number = as_codes(EightBits(codes, torch.ones(1, 2), (128, 128)))
+    assert why_not(no_number, 8) == "values that are no numbers"
+    too_large = as_codes(EightBits(codes, torch.full((1, 2), 300.0), (128, 128)))
+    assert why_not(too_large, 8) == "scales that float16 does not hold"
+
+
+def test_a_checkpoint_with_layers_in_16_bits_is_planned_in_16_bits() -> None:
+    assert kept_form(Fp8((128, 128), False, ignores_layers=True)) is None
 
 
 TEXT = """The giant panda lives on bamboo, twenty kilograms of it a day. Bears sleep in winter; pandas do not, because bamboo

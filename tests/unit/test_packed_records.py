@@ -21,6 +21,7 @@ FORMS = [
     Form(64, 6, "zeros"),
     Form(16, is_float=True),
     Form(32, is_float=True),
+    *(Form(group, 8, is_float=True) for group in (16, 64, 128)),
 ]  # fmt: skip
 forms = pytest.mark.parametrize("form", FORMS, ids=str)
 
@@ -30,6 +31,8 @@ def random_matrix(n: int, k: int, form: Form) -> Codes:
     generator = torch.Generator().manual_seed(n + k + form.group)
     most = 1 << form.bits
     codes = torch.randint(0, most, (n, k), generator=generator, dtype=torch.uint8)
+    if form.is_float and form.bits == 8:
+        codes[codes & 127 == 127] = 0  # no numbers
     scales = (torch.rand(n, k // form.group, generator=generator) + 0.01).to(torch.float16)
     zeros = torch.randint(0, most, scales.shape, generator=generator, dtype=torch.uint8) if form.beside == "zeros" else None
     mins = torch.randn(scales.shape, generator=generator).to(torch.float16) if form.beside == "mins" else None

@@ -8,8 +8,9 @@
 //     scales [8][CHUNK / GROUP][1 + ZEROS][2]: of rows r and r + 8, the scales in fp16, then the zeros as 16-bit whole numbers,
 //     or the mins in fp16.
 //   GROUP: columns that share a scale, 16, 32, 64 or 128.  ZEROS: 0 if every zero is 2^(BITS - 1).  MINS: 1 if there are mins
-//   instead of zeros.  FLOATS: 1 if the codes are numbers in e2m1, which have no zeros and no mins.
-//   A code of 8 bits is stored as code - 128, in two's complement. It has no other zero, because bf16 does not hold all
+//   instead of zeros.  FLOATS: 1 if the codes are numbers, which have no zeros and no mins: with 4 bits in e2m1, with 8 bits in
+//   e4m3. The latter stand for e4m3 / 256: so fp16 holds the scales of usual matrices, which are about 1e-4 without the divisor.
+//   Other codes of 8 bits are stored as code - 128, in two's complement. They have no other zero, because bf16 does not hold all
 //   differences of two codes.
 // A pair of codes becomes a pair of bf16 or fp16, exactly. One logical operation for the low bits, and one for the high bits if
 // there are any, make 128 + code (bf16) or 1024 + code (fp16). One fma subtracts 128 + zero.
@@ -17,7 +18,7 @@
 static_assert(GROUP == 16 || GROUP == 32 || GROUP == 64 || GROUP == 128, "a record has whole groups");
 static_assert(BITS == 4 || BITS == 5 || BITS == 6 || BITS == 8, "a word has the same bits of whole pairs");
 static_assert(ZEROS || !MINS, "mins take the place of zeros");
-static_assert(!FLOATS || (BITS == 4 && !ZEROS), "e2m1 has 4 bits and no zeros");
+static_assert(!FLOATS || ((BITS == 4 || BITS == 8) && !ZEROS), "e2m1 has 4 bits, e4m3 has 8, and both have no zeros");
 static_assert(BITS < 8 || !ZEROS, "a code of 8 bits has the zero 128");
 constexpr int CHUNK = GROUP > 64 ? GROUP : 64, HALVES = CHUNK / 64, GROUPS = CHUNK / GROUP;
 constexpr int HIGH = BITS - 4;                          // bits of a code above the low four
@@ -55,6 +56,8 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 c) {
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "n"(B), "r"(c));
     return d;
 }
+// x moved to the left, or to the right if `by` is negative.
+__device__ __forceinline__ u32 moved(u32 x, int by) { return by < 0 ? x >> -by : x << by; }
 // The pair of -(ABOVE + zero) for one zero in both halves of `zeros`.
 __device__ __forceinline__ u32 minus_of(u32 zeros) { return zeros | ABOVE | SIGNS; }
 // The pair of ABOVE + code: bits 0 to 3 and 16 to 19 of `codes`.
@@ -87,17 +90,23 @@ struct Words {
     __device__ __forceinline__ u32 high_of(int pair) const {
         constexpr int PAIRS = 16 / (HIGH > 0 ? HIGH : 1);
         const u32 word = high[pair / PAIRS];
-        const int at = HIGH * (pair % PAIRS);
-        return at >= 4 ? word >> (at - 4) : word << (4 - at);
+        return moved(word, 4 - HIGH * (pair % PAIRS));
     }
-    // The pair of codes - zeros, or of e2m1, exact. `minus`: from `minus_of`.
+    // The pair of codes - zeros, or of floats, exact. `minus`: from `minus_of`.
     __device__ __forceinline__ u32 values_of(int pair, u32 minus) const {
         const u32 word = low[pair / 4];
         const int at = 4 * (pair % 4);
-#if FLOATS
+#if FLOATS && BITS == 8
+        // Read as bf16, e4m3 is 2^120 times too small. Read as fp16, it is e4m3 / 256.
+        constexpr int MANTISSA = HALF ? 7 : 4;
+        const u32 upper = high[pair / 4];  // sign, and all bits of the exponent but the lowest
+        u32 value = and_or<0x00070007u << (MANTISSA + 4)>(moved(upper, MANTISSA + 4 - at), moved(word, MANTISSA - at) & (0x000f000fu << MANTISSA));
+        value = and_or<SIGNS>(upper << (12 - at), value);
+        return HALF ? value : fma_pair(value, 0x77807780u, SIGNS);
+#elif FLOATS
         // Exponent and mantissa of e2m1, read as those of bf16 or fp16, are 2^126 or 2^14 times too small.
         constexpr int MANTISSA = HALF ? 9 : 6;
-        const u32 magnitude = (at > MANTISSA ? word >> (at - MANTISSA) : word << (MANTISSA - at)) & (0x00070007u << MANTISSA);
+        const u32 magnitude = moved(word, MANTISSA - at) & (0x00070007u << MANTISSA);
         return fma_pair(and_or<SIGNS>(word << (12 - at), magnitude), HALF ? 0x74007400u : 0x7e807e80u, SIGNS);
 #else
         u32 above = above_of(word >> at);

@@ -6,15 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.codes import STRIP, Form
+from engine.codes import E4M3_DIVISOR, STRIP, Form
 from engine.errors import ModelError
 from engine.kernels.packed import Packed, pack
-from engine.model.quantized.layout import Blocks, Codes, QuantizedMatrix
+from engine.model.quantized.layout import Blocks, Codes, EightBits, QuantizedMatrix
 from engine.model.quantized.scheme import (
     MXFP4_GROUP,
     NVFP4_GROUP,
     Awq,
     CompressedTensors,
+    Fp8,
     Gguf,
     Gptq,
     Group,
@@ -27,6 +28,28 @@ FORM = Form(64)  # of matrices that the engine rounds itself
 _FACTORS = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 _STEP_VALUES = 1 << 22  # values that are rounded at a time
 _SIDE = 1 << 12  # of a matrix that fits any form that the kernels take
+_GROUPS_OF_BLOCKS = (128, 64, 32, 16)  # columns that share a scale, for matrices with a scale for a block, a row or all values
+
+
+def as_codes(matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """A matrix in int8 or e4m3 in the layout of codes, with the same values. Others, and those that do not fit, as they are."""
+    if not isinstance(matrix, EightBits) or matrix.zeros is not None:
+        return matrix
+    n, k = matrix.shape
+    columns = _group_of_blocks(matrix.block[1], k)
+    if columns is None:
+        return matrix
+    device, is_float = matrix.codes.device, matrix.codes.dtype == torch.float8_e4m3fn
+    of_row = torch.arange(n, device=device) // matrix.block[0]
+    of_group = torch.arange(0, k, columns, device=device) // matrix.block[1]
+    scales = matrix.scales.float()[of_row[:, None], of_group]
+    codes = matrix.codes.view(torch.uint8)
+    return Codes(codes, scales * E4M3_DIVISOR, 8, is_float=True) if is_float else Codes(codes ^ 128, scales, 8)
+
+
+def _group_of_blocks(columns: int, k: int) -> int | None:
+    """The columns of a group such that no group is in two blocks of so many columns of a matrix with k. None if there is none."""
+    return next((each for each in _GROUPS_OF_BLOCKS if not k % each and (columns >= k or not columns % each)), None)
 
 
 def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
@@ -36,7 +59,7 @@ def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
         most_bits: codes with more bits do not stay.
     """
     if not isinstance(matrix, Codes):
-        return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "another layout"
+        return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "8 bits with zeros, or in blocks of other sizes"
     if matrix.order is not None:
         return "columns in another order"
     matrix = _without_middle_zeros(matrix)
@@ -47,6 +70,8 @@ def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
     held = [each.float().abs() <= torch.finfo(torch.float16).max for each in (matrix.scales, matrix.mins) if each is not None]
     if not all(bool(each.all()) for each in held):
         return "scales that float16 does not hold"
+    if matrix.is_float and matrix.bits == 8 and bool((matrix.codes & 127 == 127).any()):
+        return "values that are no numbers"
     return None
 
 
@@ -60,6 +85,10 @@ def kept_form(scheme: Quantization | None) -> Form | None:
             form = Form(columns, beside="zeros")
         case ModelOpt(algorithm="NVFP4"):
             form = Form(NVFP4_GROUP, is_float=True)
+        case ModelOpt(algorithm="FP8"):
+            form = _form_of_blocks(None, is_float=True)
+        case Fp8(ignores_layers=False):
+            form = _form_of_blocks(scheme.block, is_float=True)
         case CompressedTensors(groups=(Group(targets=targets, reorders=False) as group,), ignore=ignore):
             if "Linear" in targets and set(ignore) <= {"lm_head"}:
                 form = _form_of(group)
@@ -69,9 +98,18 @@ def kept_form(scheme: Quantization | None) -> Form | None:
 def _form_of(group: Group) -> Form | None:
     if group.is_float and group.bits == 4:
         return Form(NVFP4_GROUP if group.strategy == "tensor_group" else MXFP4_GROUP, is_float=True)
-    if group.is_float or not group.packed or group.group_size is None:
+    if not group.packed:
+        block = (1, group.group_size) if group.group_size is not None else group.block
+        return _form_of_blocks(block, group.is_float) if group.symmetric else None
+    if group.is_float or group.group_size is None:
         return None
     return Form(group.group_size, group.bits, None if group.symmetric else "zeros")
+
+
+def _form_of_blocks(block: tuple[int, int] | None, is_float: bool) -> Form | None:
+    """The form of matrices in 8 bits. `block` None: rows, or whole matrices, have one scale."""
+    columns = _group_of_blocks(_SIDE if block is None else block[1], _SIDE)
+    return None if columns is None else Form(columns, 8, is_float=is_float)
 
 
 def in_codes(scheme: Quantization | None, values: int, layers: range, most_bits: int) -> tuple[int, int]:

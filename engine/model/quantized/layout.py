@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.codes import Beside, Form
-from engine.kernels.reference import E2M1
+from engine.kernels.reference import values_of_floats
 
 # Values that are dequantised at a time: 64 MiB in fp32. Word embeddings can have a hundred times as many.
 _SLICE_VALUES = 1 << 24
@@ -31,7 +31,8 @@ class QuantizedMatrix(Protocol):
 class Codes:
     """A matrix in codes of 4, 5, 6 or 8 bits, with a scale for each group of K / G columns of a row.
 
-    A value is (code - zero) * scale, with mins code * scale + min, or a number in e2m1 times the scale.
+    A value is (code - zero) * scale, with mins code * scale + min, or a number times the scale: in 4 bits e2m1, in 8 bits e4m3
+    divided by E4M3_DIVISOR.
     """
 
     codes: Tensor  # [N, K] uint8, below 2^bits
@@ -39,7 +40,7 @@ class Codes:
     bits: int = 4
     zeros: Tensor | None = None  # [N, G] uint8; None stands for 2^(bits - 1)
     mins: Tensor | None = None  # [N, G], any float dtype, instead of zeros
-    is_float: bool = False  # codes are numbers in e2m1, without zeros and mins
+    is_float: bool = False  # codes are numbers, without zeros and mins
     order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None if the orders are equal
 
     @property
@@ -68,12 +69,11 @@ class Codes:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if self.scales.dtype == torch.float64 else torch.float32
-        table = torch.tensor(E2M1, device=self.codes.device)
 
         def values(rows: slice) -> Tensor:
             codes, scales = self.codes[rows], self.scales[rows].to(wide)[:, :, None]
             if self.is_float:
-                codes = table.index_select(0, codes.flatten().int())
+                codes = values_of_floats(codes, self.bits)
             grouped = codes.to(wide).view(*scales.shape[:2], -1)  # [rows, G, K / G]
             if self.mins is not None:
                 return grouped.mul_(scales).add_(self.mins[rows].float()[:, :, None]).flatten(1)

@@ -53,6 +53,9 @@ def read_scheme(keys: Keys) -> Scheme | None:
     return readers[method](said)
 
 
+_NO_LAYERS = ("lm_head", "embed_tokens", "norm")  # ends of names of modules that are no linear layers
+
+
 class _Said:
     """One dictionary within config.json. Every error names the file, the path of the key, and its value."""
 
@@ -117,7 +120,8 @@ def _read_fp8(said: _Said) -> Fp8:
     said.one_of("fmt", "e4m3", "float8_e4m3fn", None)
     activations = said.one_of("activation_scheme", "dynamic", "static", absent="dynamic")
     block = None if said.get("weight_block_size") is None else said.block("weight_block_size")
-    return Fp8(block, has_input_scales=activations == "static")
+    layers = [name for name in said.names("modules_to_not_convert") if not name.endswith(_NO_LAYERS)]
+    return Fp8(block, has_input_scales=activations == "static", ignores_layers=bool(layers))
 
 
 def _read_gptq(said: _Said) -> Gptq:

@@ -17,6 +17,7 @@ class Fp8:
 
     block: tuple[int, int] | None
     has_input_scales: bool
+    ignores_layers: bool = False  # some layers' matrices are not quantised
 
     def values_a_code(self, module: str) -> int:
         return 1
