@@ -19,6 +19,7 @@ from engine.heads.pool import Pool
 from engine.heads.splade import Splade, SpladeEntries
 from engine.heads.tokens import ColbertHead, LexicalHead, TokenHead, load_layer
 from engine.hub import resolve_model
+from engine.kernels.launch import is_hopper
 from engine.kernels.tiles import tiling
 from engine.model import footprint as memory
 from engine.model.base import Model
@@ -159,6 +160,7 @@ def load_layers(folder: Path, config: ModelConfig, dtype: torch.dtype, device: t
 def _prepare_for(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
     checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
     checkpoint.most_bits_kept = memory.most_bits_kept(config, dtype) if multiplies_codes(device) else 0
+    checkpoint.keeps_e4m3 = memory.keeps_e4m3(config, dtype) and is_hopper(device)
 
 
 def _elsewhere(config: ModelConfig) -> tuple[str, ...]:

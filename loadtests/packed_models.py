@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from cluster.catalogue import CATALOGUE
-from engine.codes import E4M3_DIVISOR, Form
+from engine.codes import Form
 from engine.kernels import Weight
 from engine.kernels.packed import pack
 from engine.kernels.quantize import quantize_weight
 from engine.measure import random_engine
 from engine.measure.engine_rates import Streaming
 from engine.measure.timing import copy_bandwidth
-from engine.model.quantized.layout import Codes
+from engine.model.quantized.kept import IN_BLOCKS, as_codes, in_e4m3, packed
+from engine.model.quantized.layout import Codes, EightBits
 from engine.options import SamplingOptions
 from loadtests.report import write
 from serve_app.garbage import collect_seldom
@@ -34,27 +35,29 @@ CACHE_TOKENS = 80_000
 # The forms of all layers: bf16, float8 and int8 as the engine rounds them, and published forms.
 PUBLISHED = {"as Q4_1 and Q4_K": Form(32, beside="mins"), "as Q4_0": Form(32), "as most of GPTQ": Form(128),
              "as NVFP4": Form(16, is_float=True), "as Q5_K": Form(32, 5, "mins"), "as Q6_K": Form(16, 6),
-             "as Q8_0": Form(32, 8), "as FP8": Form(128, 8, is_float=True)}  # fmt: skip
+             "as Q8_0": Form(32, 8), "as FP8": IN_BLOCKS}  # fmt: skip
+CHECKPOINTS_E4M3 = "float8 of an FP8 checkpoint"
 ROUNDED = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn, "int8": torch.int8}
-FORMS: dict[str, dict[str, Form | torch.dtype]] = {
-    "Qwen/Qwen3-8B": {**ROUNDED, **PUBLISHED},
+FORMS: dict[str, dict[str, Form | torch.dtype | str]] = {
+    "Qwen/Qwen3-8B": {**ROUNDED, CHECKPOINTS_E4M3: CHECKPOINTS_E4M3, **PUBLISHED},
     "Qwen/Qwen3-14B": {**ROUNDED, "as most of GPTQ": Form(128), "as Q6_K": Form(16, 6)},
 }
 
 
-def weights_of(form: Form | torch.dtype) -> type[random_engine.RandomWeights]:
+def weights_of(form: Form | torch.dtype | str) -> type[random_engine.RandomWeights]:
     """Random weights whose layers have this form."""
 
     class Weights(random_engine.RandomWeights):
         def to_layer_dtype(self, weight: Tensor | Codes) -> Weight:
             assert isinstance(weight, Tensor), "RandomWeights gives only tensors"
+            if form == CHECKPOINTS_E4M3:
+                return in_e4m3(_in_blocks(weight))
             if isinstance(form, torch.dtype):
                 return weight if form == weight.dtype else quantize_weight(weight, form)
+            assert isinstance(form, Form), form
             (n, k), most = weight.shape, 1 << form.bits
-            if form.is_float and form.bits == 8:
-                scale = weight.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
-                codes = (weight.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-                return pack(codes, form, (scale * E4M3_DIVISOR).half().expand(n, k // form.group))
+            if form == IN_BLOCKS:
+                return packed(_in_blocks(weight))
             codes = torch.randint(0, most, (n, k), device=weight.device, dtype=torch.uint8)
             deviation = most / 12**0.5  # of the codes
             scales = torch.full((n, k // form.group), 0.02 / deviation, device=weight.device, dtype=torch.float16)
@@ -63,7 +66,16 @@ def weights_of(form: Form | torch.dtype) -> type[random_engine.RandomWeights]:
     return Weights
 
 
-def measure(model: str, name: str, form: Form | torch.dtype) -> dict[str, Any]:
+def _in_blocks(weight: Tensor) -> Codes:
+    """The matrix as an FP8 checkpoint has it, with one scale."""
+    scale = weight.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    found = as_codes(EightBits(codes, scale.expand(len(codes), 1), (1, codes.shape[1])))
+    assert isinstance(found, Codes), "the models' matrices have whole groups"
+    return found
+
+
+def measure(model: str, name: str, form: Form | torch.dtype | str) -> dict[str, Any]:
     """A row of the table. `name`: what has this form."""
     start, plain = perf_counter(), random_engine.RandomWeights
     random_engine.RandomWeights = weights_of(form)  # type: ignore[misc]

@@ -16,6 +16,8 @@ OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.i
 _BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
 _SHARED_BYTES = 227 << 10  # the most of a block
 _SLICE_ROWS, _SLICES_BYTES = 64, 32 << 10  # rows of a slice, and the bytes of all slices
+_CONTROL_BYTES = 256  # of barriers
+BLOCK_N_OF_BLOCKS = 128  # the columns of a tile with block_scale
 _THREADS = 384
 
 # The columns of a tile, and the nanoseconds of one step of K on all multiprocessors. A tile also takes _TILE_NS for its results.
@@ -26,6 +28,7 @@ BLOCKS_N = tuple(_STEP_NS)
 WIDEST = max(BLOCKS_N)
 _MANY_ROWS = 1024  # with more rows the widest tiles have the best rate in a model's chain of products
 _FULL = 0.9  # of the last wave
+_MOST_OF_A_WAVE = 0.7
 # cuBLAS's time: flops per nanosecond and multiprocessor, and a constant. A separate kernel for SwiGLU moves bytes per nanosecond.
 _CUBLAS_FLOPS, _CUBLAS_NS, _SWIGLU_BYTES = 5700, 3100, 2400
 # With these numbers of rows cuBLAS's tiles often leave a part of the chip idle, and cuBLAS has about this rate.
@@ -41,6 +44,7 @@ def gemm_hopper(
     column_scale: Tensor | None = None,
     block_n: int = WIDEST,
     y_scale: Tensor | None = None,
+    block_scale: Tensor | None = None,
 ) -> Tensor:
     """Returns x W^T in 16 bits, or SwiGLU's results in e4m3.
 
@@ -52,15 +56,18 @@ def gemm_hopper(
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
         block_n: the columns of a tile, from `block_n_of`.
         y_scale: [M] fp32, becomes 1. "swiglu in e4m3" needs it.
+        block_scale: [K / 128, N / 8] fp32, for e4m3, instead of `column_scale`. Then 128 divides K, and 32 divides N.
     Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits, or in e4m3; `residual` itself if given.
     """
     (m, k), n = x.shape, len(weight)
     y = result_of(x, n, followed_by) if residual is None else residual
-    kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, x.device)
+    in_blocks = block_scale is not None
+    block_n = BLOCK_N_OF_BLOCKS if in_blocks else block_n
+    kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, in_blocks, x.device)
     grid = _CLUSTER * min(_tiles(m, n, block_n), num_sms(x.device) // _CLUSTER)
     x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (block_n // _CLUSTER,))
     results = map_of_sums(y, (_SLICE_ROWS,)) if _goes_through_shared(OPERANDS[x.dtype], followed_by) else y
-    kernel(grid, x_map, w_map, results, row_scale, column_scale, y_scale, m, n, k, y.stride(0))
+    kernel(grid, x_map, w_map, results, row_scale, column_scale, block_scale, y_scale, m, n, k, y.stride(0))
     return y
 
 
@@ -103,33 +110,38 @@ def best_block_n(m: int, n: int, k: int, followed_by: FollowedBy, sms: int) -> i
     return best if waves_ns(best) < cublas_ns else None
 
 
-def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int) -> dict[str, int]:
+def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> dict[str, int]:
     return {
         "OPERANDS": operands,
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "E4M3": int(followed_by == "swiglu in e4m3"),
         "THROUGH_SHARED": int(_goes_through_shared(operands, followed_by)),
         "BLOCK_N": block_n,
-        "STAGES": _stages(block_n),
+        "STAGES": _stages(operands, followed_by, block_n, in_blocks),
+        "BLOCKS": int(in_blocks),
         "HALF": int(operands == 1),
     }
 
 
-def gemm_hopper_shared_bytes(operands: int, followed_by: FollowedBy, block_n: int) -> int:
-    slices = _SLICES_BYTES if _goes_through_shared(operands, followed_by) else 0
-    return _stages(block_n) * _stage_bytes(block_n) + slices + 256
+def gemm_hopper_shared_bytes(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> int:
+    stages = _stages(operands, followed_by, block_n, in_blocks)
+    return stages * _stage_bytes(block_n, in_blocks) + _slices_bytes(operands, followed_by) + _CONTROL_BYTES
 
 
 def _goes_through_shared(operands: int, followed_by: FollowedBy) -> bool:
     return operands >= 2 and followed_by != "swiglu in e4m3"
 
 
-def _stages(block_n: int) -> int:
-    return (_SHARED_BYTES - 256) // _stage_bytes(block_n)
+def _slices_bytes(operands: int, followed_by: FollowedBy) -> int:
+    return _SLICES_BYTES if _goes_through_shared(operands, followed_by) else 0
 
 
-def _stage_bytes(block_n: int) -> int:
-    return (_BLOCK_M + block_n) * WIDTH
+def _stages(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool) -> int:
+    return (_SHARED_BYTES - _CONTROL_BYTES - _slices_bytes(operands, followed_by)) // _stage_bytes(block_n, in_blocks)
+
+
+def _stage_bytes(block_n: int, in_blocks: bool) -> int:
+    return (_BLOCK_M + block_n) * WIDTH + (block_n // 8 * 4 if in_blocks else 0)
 
 
 def fills_waves(x: Tensor, weight: Tensor) -> bool:
@@ -138,14 +150,17 @@ def fills_waves(x: Tensor, weight: Tensor) -> bool:
     return tiles >= _FULL * clusters * -(-tiles // clusters)
 
 
+def fills_a_wave(x: Tensor, weight: Tensor) -> bool:
+    """Whether the tiles of a product with `block_scale` occupy most of the chip."""
+    return _tiles(len(x), len(weight), BLOCK_N_OF_BLOCKS) >= _MOST_OF_A_WAVE * (num_sms(x.device) // _CLUSTER)
+
+
 def _tiles(m: int, n: int, block_n: int) -> int:
     """Returns the number of a cluster's tiles."""
     return -(-m // (_CLUSTER * _BLOCK_M)) * -(-n // block_n)
 
 
 @cache
-def _kernel(operands: int, followed_by: FollowedBy, block_n: int, device: torch.device) -> Kernel:
-    defines = gemm_hopper_defines(operands, followed_by, block_n)
-    return Kernel(
-        "gemm_hopper", "gemm", defines, device, _THREADS, gemm_hopper_shared_bytes(operands, followed_by, block_n), FEATURES
-    )
+def _kernel(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool, device: torch.device) -> Kernel:
+    kind = operands, followed_by, block_n, in_blocks
+    return Kernel("gemm_hopper", "gemm", gemm_hopper_defines(*kind), device, _THREADS, gemm_hopper_shared_bytes(*kind), FEATURES)

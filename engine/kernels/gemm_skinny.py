@@ -69,6 +69,7 @@ class SkinnyShape:
     block_n: int  # rows of W of a block
     stages: int  # boxes in flight
     values: int | Form = 2  # bytes of a value of x and W, or the form of W's codes
+    in_blocks: bool = False  # W is in e4m3, with `block_scale`
 
     @property
     def boxes(self) -> int:
@@ -81,7 +82,7 @@ class SkinnyShape:
 
     def shared_bytes(self) -> int:
         fixed = _fixed_bytes(self.rows, self.split, self.block_n, self.values)
-        return self.stages * _stage_bytes(self.rows, self.block_n, self.values) + fixed
+        return self.stages * _stage_bytes(self.rows, self.block_n, self.values, self.in_blocks) + fixed
 
 
 def padded(m: int, values: int | Form = 2) -> int:
@@ -91,23 +92,30 @@ def padded(m: int, values: int | Form = 2) -> int:
     return max(8, 1 << (m - 1).bit_length())
 
 
-def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form) -> Iterator[tuple[float, SkinnyShape]]:
-    """Yields the possible shapes for W [n, k], each with nanoseconds to compare. `rows`: rows of x, `padded`."""
-    columns = _columns(values)
-    if k % columns or n % 16:
+def skinny_shapes(
+    n: int, k: int, rows: int, sms: int, values: int | Form, in_blocks: bool = False
+) -> Iterator[tuple[float, SkinnyShape]]:
+    """Yields the possible shapes for W [n, k], each with nanoseconds to compare.
+
+    Args:
+        rows: rows of x, `padded`.
+        values, in_blocks: as in `SkinnyShape`.
+    """
+    columns, multiple = _columns(values), 32 if in_blocks else 16  # of W's rows: a step's scales are whole vectors of 16 bytes
+    if k % columns or n % multiple:
         return
     row_tiles, rows = -(-rows // _TILE), min(rows, _TILE)
     in_ring = _inbox_is_in_ring(rows, values)
     times = _OF_17_TO_64 if 16 < rows <= 64 else _OF_65_TO_128 if in_ring else _OF_OTHER_ROWS
-    for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, 16), (1, 2)):
+    for split, block_n, together in product(_CLUSTERS, range(64, _MOST_BLOCK_N + 1, multiple), (1, 2)):
         boxes = -(-block_n // _MOST_BOX_ROWS)
-        steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n, values)
+        steps, stage = -(-k // columns // split), _stage_bytes(rows, block_n, values, in_blocks)
         room = _SHARED_BYTES // together - _RESERVED_BYTES - _fixed_bytes(rows, split, block_n, values)
         stages = min(steps, room // stage)
         sums = rows * (block_n + 4) * 4  # which lie in the ring at the end
         if in_ring:
             sums += _inbox_bytes(rows, split, block_n)
-        if block_n > _most_block_n(rows, values):
+        if block_n > _most_block_n(rows, values, in_blocks):
             continue
         if block_n % (8 * boxes) or k // columns < split or stages < min(steps, _LEAST_STAGES) or stages * stage < sums:
             continue
@@ -137,17 +145,20 @@ def skinny_shapes(n: int, k: int, rows: int, sms: int, values: int | Form) -> It
             if stages < steps:
                 flow *= 1 + times.short_ring / (stages * stage)
             once = times.exchange_ns * (split > 1) + times.wave_ns * (waves - 1) + times.row_ns * block_n
-        yield flow + once, SkinnyShape(rows, split, block_n, stages, values)
+        yield flow + once, SkinnyShape(rows, split, block_n, stages, values, in_blocks)
 
 
 @lru_cache
-def skinny_shape(n: int, k: int, rows: int, sms: int, values: int | Form = 2) -> SkinnyShape | None:
+def skinny_shape(n: int, k: int, rows: int, sms: int, values: int | Form = 2, in_blocks: bool = False) -> SkinnyShape | None:
     """Returns the fastest of the possible shapes; None if there is none."""
-    return min(skinny_shapes(n, k, rows, sms, values), key=itemgetter(0), default=(0, None))[1]
+    return min(skinny_shapes(n, k, rows, sms, values, in_blocks), key=itemgetter(0), default=(0, None))[1]
 
 
-def skinny_shape_of(x: Tensor, weight: Tensor | Packed) -> SkinnyShape | None:
-    """Returns the shape for `gemm_skinny`; None if `gemm_skinny` does not take this chip, dtype, or number of rows."""
+def skinny_shape_of(x: Tensor, weight: Tensor | Packed, in_blocks: bool = False) -> SkinnyShape | None:
+    """Returns the shape for `gemm_skinny`; None if `gemm_skinny` does not take this chip, dtype, or number of rows.
+
+    `in_blocks`: as in `SkinnyShape`.
+    """
     most = MOST_ROWS.get(x.dtype, 0)
     if isinstance(weight, Packed):
         most = _TILE if x.dtype == torch.bfloat16 else 0
@@ -157,7 +168,8 @@ def skinny_shape_of(x: Tensor, weight: Tensor | Packed) -> SkinnyShape | None:
         return skinny_shape(
             len(weight), weight.k, max(_LEAST_ROWS_OF_CODES, padded(len(x), weight.form)), num_sms(x.device), weight.form
         )
-    return skinny_shape(len(weight), x.shape[1], padded(len(x), x.element_size()), num_sms(x.device), x.element_size())
+    rows = padded(len(x), x.element_size())
+    return skinny_shape(len(weight), x.shape[1], rows, num_sms(x.device), x.element_size(), in_blocks)
 
 
 def gemm_skinny(
@@ -169,6 +181,7 @@ def gemm_skinny(
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
     y_scale: Tensor | None = None,
+    block_scale: Tensor | None = None,
 ) -> Tensor:
     """Returns x W^T in bf16, or SwiGLU's results in e4m3.
 
@@ -176,14 +189,15 @@ def gemm_skinny(
         x: [M, K], M up to `shape.rows`, or any if these are 128; weight: [N, K], of the same dtype: bf16, e4m3 or int8. Rows
             begin at multiples of 16 bytes. With a weight in codes x is in bf16.
         shape: from `skinny_shape_of`.
-        followed_by, residual, row_scale, column_scale, y_scale: as in `gemm_hopper`.
+        followed_by, residual, row_scale, column_scale, y_scale, block_scale: as in `gemm_hopper`.
     """
     (m, k), n = x.shape, len(weight)
     y = result_of(x, n, followed_by) if residual is None else residual
     operands, w = _weights(x, weight, shape)
     grid = shape.split * -(-n // shape.block_n) * -(-m // shape.rows)
     kernel = _kernel(operands, k, shape, followed_by, x.device)
-    kernel(grid, tensor_map(x, (shape.rows,)), w, y, row_scale, column_scale, y_scale, m, n, y.stride(0))
+    assert (block_scale is not None) == shape.in_blocks, "the kernel was compiled for scales of this kind"
+    kernel(grid, tensor_map(x, (shape.rows,)), w, y, row_scale, column_scale, block_scale, y_scale, m, n, y.stride(0))
     return y
 
 
@@ -205,6 +219,7 @@ def skinny_defines(operands: int, k: int, shape: SkinnyShape, followed_by: Follo
         "INBOX_IN_RING": int(_inbox_is_in_ring(shape.rows, shape.values)),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "E4M3": int(followed_by == "swiglu in e4m3"),
+        "BLOCKS": int(shape.in_blocks),
         "HALF": 0,
         **(shape.values.defines if isinstance(shape.values, Form) else {}),
     }
@@ -221,16 +236,18 @@ def _columns(values: int | Form) -> int:
     return _COLUMNS_OF_CODES if isinstance(values, Form) else WIDTH // values
 
 
-def _most_block_n(rows: int, values: int | Form) -> int:
+def _most_block_n(rows: int, values: int | Form, in_blocks: bool) -> int:
     """Returns the most rows of W of a block: more threads would have too few registers."""
+    if in_blocks:  # a thread has sums of a step beside the others
+        return 128 if rows == _TILE else 256
     if isinstance(values, Form):
         return {64: 256, _TILE: 128}.get(rows, _MOST_BLOCK_N)
     return _MOST_BLOCK_N_OF_TILE if rows == _TILE else _MOST_BLOCK_N
 
 
-def _stage_bytes(rows: int, block_n: int, values: int | Form) -> int:
+def _stage_bytes(rows: int, block_n: int, values: int | Form, in_blocks: bool = False) -> int:
     if not isinstance(values, Form):
-        return (block_n + rows) * WIDTH
+        return (block_n + rows) * WIDTH + (block_n // 8 * 4 if in_blocks else 0)
     records = block_n // STRIP * (_COLUMNS_OF_CODES // values.chunk) * values.record_bytes
     return -(-records // 1024) * 1024 + 2 * rows * _COLUMNS_OF_CODES
 

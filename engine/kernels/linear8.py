@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.kernels import reference
-from engine.kernels.gemm_hopper import FollowedBy, fills_waves, gemm_hopper
+from engine.kernels.gemm_hopper import FollowedBy, fills_a_wave, fills_waves, gemm_hopper
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
 from engine.kernels.launch import is_hopper
 from engine.kernels.quantize import MaybeQuantized, Quantized, quantize
 
 _INT32_BYTES = 64 << 20  # the most memory for cuBLAS's sums at a time
+_MOST_ROWS_OF_BLOCKS = 128  # with more rows `gemm_hopper` is faster for wide matrices with scales of blocks
 _LEAST_ROWS = 32  # cuBLAS's int8 refuses fewer
 
 
@@ -76,10 +77,15 @@ def _unscaled_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
     """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
-    if (skinny := skinny_shape_of(x.values, weight.values)) is not None:
-        return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, x.scale, weight.scale)
+    in_blocks = weight.block_scale is not None
+    around = (x.scale, weight.scale, None, weight.block_scale)
+    prefers_tiles = in_blocks and len(x) > _MOST_ROWS_OF_BLOCKS and fills_a_wave(x.values, weight.values)
+    if not prefers_tiles and (skinny := skinny_shape_of(x.values, weight.values, in_blocks)) is not None:
+        return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, *around)
     if not is_hopper(x.values.device):
         return None
+    if in_blocks:
+        return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, block_scale=weight.block_scale)
     if x.values.dtype == torch.int8 or (followed_by == "residual" and fills_waves(x.values, weight.values)):
         return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, weight.scale)
     return None
@@ -87,7 +93,8 @@ def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", 
 
 def _product(x: Quantized, weight: Quantized) -> Tensor:
     if not x.values.is_cuda:
-        return reference.linear8(x.values, x.scale, weight.values, weight.scale)
+        return reference.linear8(x.values, x.scale, weight.values, weight.scale, weight.block_scale)
+    assert weight.block_scale is None, "only Hopper has products with scales of blocks"
     if x.values.dtype == torch.int8:
         return _int8(x, weight)
     scales = x.scale[:, None], weight.scale[None, :]

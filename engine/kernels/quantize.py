@@ -21,10 +21,15 @@ _STEP_BYTES = 64 << 20  # fp32 rows of a matrix that are converted at a time
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A matrix as values * scale. int8 values are rotated. `values` [M, K] e4m3 or int8, contiguous; `scale` [M] fp32."""
+    """A matrix as values * scale. int8 values are rotated. `values` [M, K] e4m3 or int8, contiguous; `scale` [M] fp32.
+
+    A weight of a checkpoint in e4m3 may have `block_scale` [K / 128, M / 8] fp32 instead: 8 rows and 128 columns share a scale.
+    Its `scale` is all ones.
+    """
 
     values: Tensor
     scale: Tensor
+    block_scale: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values)

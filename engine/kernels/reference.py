@@ -200,7 +200,9 @@ def unpack(records: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
     return ((codes - zeros).float() * scales).to(dtype)
 
 
-def linear8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def linear8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, block_scale: Tensor | None = None) -> Tensor:
+    if block_scale is not None:  # [K / 128, N / 8]
+        weight = weight.float() * block_scale.t().repeat_interleave(8, 0).repeat_interleave(128, 1)
     return (F.linear(x.float(), weight.float()) * x_scale[:, None] * weight_scale).to(torch.bfloat16)
 
 

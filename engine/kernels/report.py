@@ -17,7 +17,15 @@ from engine.kernels.attention_hopper import FEATURES, attention_hopper_defines
 from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines, embed_packed_defines
 from engine.kernels.few_rows import box_of, few_rows_defines, few_rows_shape
-from engine.kernels.gemm_hopper import BLOCKS_N, FOLLOWED_BY, WIDEST, FollowedBy, gemm_hopper_defines, gemm_hopper_shared_bytes
+from engine.kernels.gemm_hopper import (
+    BLOCK_N_OF_BLOCKS,
+    BLOCKS_N,
+    FOLLOWED_BY,
+    WIDEST,
+    FollowedBy,
+    gemm_hopper_defines,
+    gemm_hopper_shared_bytes,
+)
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
@@ -279,6 +287,7 @@ def _products_on_hopper() -> Iterator[Variant]:
             yield _gemm_hopper(2, followed_by, WIDEST)
             continue
         yield from (_gemm_hopper(0, followed_by, block_n) for block_n in BLOCKS_N)
+        yield _gemm_hopper(2, followed_by, BLOCK_N_OF_BLOCKS, in_blocks=True)
         yield _gemm_hopper(3, followed_by, WIDEST)
     yield _gemm_hopper(1, "swiglu", WIDEST)
     yield _gemm_hopper(2, "residual", WIDEST)
@@ -287,16 +296,17 @@ def _products_on_hopper() -> Iterator[Variant]:
         yield from (_gemm_skinny(n, k, rows, followed_by, 0) for rows in (32, 64, 96))
         of_e4m3: FollowedBy = "swiglu in e4m3" if followed_by == "swiglu" else followed_by
         yield from (_gemm_skinny(n, k, rows, of_e4m3, 2) for rows in (8, 64, 256))
+        yield from (_gemm_skinny(n, k, rows, followed_by, 2, in_blocks=True) for rows in (8, 64, 256))
         yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
         for form in (Form(128), Form(64, beside="zeros")):
             yield _few_rows(n, k, 16, norm, followed_by, form)
         yield from (_gemm_skinny(n, k, rows, followed_by, 4, form) for form in _FORMS for rows in (64, 128))
 
 
-def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int) -> Variant:
-    label = f"followed by {followed_by}, tiles of {block_n} columns"
-    shared = gemm_hopper_shared_bytes(operands, followed_by, block_n)
-    return Variant("gemm_hopper", label, gemm_hopper_defines(operands, followed_by, block_n), shared, FEATURES)
+def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> Variant:
+    label = f"followed by {followed_by}, tiles of {block_n} columns{', scales of blocks' * in_blocks}"
+    kind = operands, followed_by, block_n, in_blocks
+    return Variant("gemm_hopper", label, gemm_hopper_defines(*kind), gemm_hopper_shared_bytes(*kind), FEATURES)
 
 
 def _quantize(
@@ -329,10 +339,13 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
         yield from tiled(4096, 4096, rows, Form(128))
 
 
-def _gemm_skinny(n: int, k: int, rows: int, followed_by: FollowedBy, operands: int, form: Form | None = None) -> Variant:
-    shape = skinny_shape(n, k, rows, _H200_SMS, form or (1 if operands >= 2 else 2))
+def _gemm_skinny(
+    n: int, k: int, rows: int, followed_by: FollowedBy, operands: int, form: Form | None = None, in_blocks: bool = False
+) -> Variant:
+    shape = skinny_shape(n, k, rows, _H200_SMS, form or (1 if operands >= 2 else 2), in_blocks)
     assert shape is not None, "they are models' shapes"
-    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {form or f'operands {operands}'}"
+    kind = f"{form or f'operands {operands}'}{', scales of blocks' * in_blocks}"
+    label = f"W {n} x {k}, {rows} rows, followed by {followed_by}, {kind}"
     return Variant("gemm_skinny", label, skinny_defines(operands, k, shape, followed_by), shape.shared_bytes(), FEATURES)
 
 

@@ -15,7 +15,7 @@ from engine.model.config import MOST_BATCH_TOKENS as MOST_BATCH_TOKENS
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
-from engine.model.quantized.kept import FORM, bytes_of_codes, in_codes
+from engine.model.quantized.kept import FORM, IN_BLOCKS, bytes_of_codes, in_codes, kept_form
 from engine.model.quantized.scheme import Gguf
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
@@ -33,6 +33,7 @@ MOST_GRAPH_SEQS = 4096
 MOST_GRAPH_VALUES = 2 << 20
 # Long prompts are cut into chunks. So the largest pass of a generation model has its token budget, for any context.
 MOST_STREAM_TOKENS = 8192
+_VALUES_OF_A_SCALE = 8 * 128  # of `Quantized.block_scale`
 # The most streams of one pass, each with a row of logits: 256 streams with one token, and 64 prompts.
 MOST_STREAMS = 320
 # Blocks of decode attention write partial results, which are combined afterwards. For each item and each query head of the item's
@@ -158,7 +159,8 @@ def layer_bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> 
     """The same as `bytes_saved`, without the word embeddings and the head."""
     shapes, wide = _shapes(config), compute_dtype(dtype).itemsize
     if is_8_bits(dtype):
-        return shapes.num_quantized * (wide - 1) - 4 * shapes.num_scales
+        scales = shapes.num_scales + (shapes.num_quantized // _VALUES_OF_A_SCALE if keeps_e4m3(config, dtype) else 0)
+        return shapes.num_quantized * (wide - 1) - 4 * scales
     values, num_bytes = codes_of(config, dtype, on_gpu)
     return values * wide - num_bytes
 
@@ -220,6 +222,11 @@ def most_bits_kept(config: ModelConfig, dtype: torch.dtype) -> int:
     if config.generation is None:
         return 0
     return {torch.bfloat16: MOST_BITS, INT4: 4}.get(dtype, 0)
+
+
+def keeps_e4m3(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether Hopper keeps the layers of a checkpoint in e4m3 as they are in `dtype`, if their shapes allow it."""
+    return config.generation is not None and dtype == torch.float8_e4m3fn and kept_form(config.quantization) == IN_BLOCKS
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

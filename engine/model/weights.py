@@ -26,7 +26,7 @@ from engine.kernels import Packed, Weight, quantize_weight
 from engine.model.gguf_codes import read_matrix
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.quantized.files import QuantizedFiles
-from engine.model.quantized.kept import as_codes, joined, packed, to_four_bits, why_not
+from engine.model.quantized.kept import as_codes, in_e4m3, joined, packed, to_four_bits, why_not, why_not_in_e4m3
 from engine.model.quantized.layout import Codes, QuantizedMatrix
 from engine.model.quantized.scheme import Gguf, Quantization
 from engine.model.upload import Uploader
@@ -142,6 +142,7 @@ class Checkpoint:
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
         self.decodes = False
         self.most_bits_kept = 0  # matrices in codes of up to so many bits stay so, if the kernels take them
+        self.keeps_e4m3 = False  # with `dtype` float8, a checkpoint's matrices in e4m3 stay so, if the kernels take them
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)
@@ -252,24 +253,24 @@ class Checkpoint:
 
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | Codes:
         """A layer's matrix, from one tensor or several stacked along their rows. It is in codes if all of them stay so."""
-        if not self.most_bits_kept:
+        if not self._keeps:
             return self.take_rows(names, rows, columns) if len(names) > 1 else self.take(names[0], rows[0], columns)
         parts = [self._read(name, (count, columns), keeps=True) for name, count in zip(names, rows, strict=True)]
-        kept = [part for part in parts if isinstance(part, Codes) and why_not(part, self.most_bits_kept) is None]
+        kept = [part for part in parts if isinstance(part, Codes) and self._why_not(part) is None]
         if len(kept) == len(parts) and (whole := joined(kept)) is not None:
             self._quantized_matrices[None] += len(kept)
             return whole.with_rows(lambda part: part.to(self.device))
         plain = []
         for part in parts:
             if not isinstance(part, Tensor):
-                self._quantized_matrices[why_not(part, self.most_bits_kept) or "a neighbour of another kind"] += 1
+                self._quantized_matrices[self._why_not(part) or "a neighbour of another kind"] += 1
                 part = part.dequantized(self.dtype)
             plain.append(self._on_device(part, self.dtype))
         return torch.cat(plain)
 
     def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | Codes]:
         """The same as `take_matrix`, for layers that may be computed separately. Neighbours of one kind are stacked."""
-        if not self.most_bits_kept:
+        if not self._keeps:
             return [self.take_matrix(names, rows, columns)]
         found: list[Tensor | Codes] = []
         for name, count in zip(names, rows, strict=True):
@@ -286,7 +287,7 @@ class Checkpoint:
         Raises: ModelError for a shape that 4 or 8 bits refuse.
         """
         if isinstance(weight, Codes):
-            return packed(weight)
+            return in_e4m3(weight) if self.keeps_e4m3 else packed(weight)
         if self._quantized == INT4:
             rounded = to_four_bits(weight)
             return packed(rounded) if weight.is_cuda else rounded.dequantized(weight.dtype)
@@ -368,6 +369,14 @@ class Checkpoint:
             if not self._untaken[file]:  # a mapping's pages count as this process's memory until the mapping is closed
                 file.close()
         return tensor
+
+    @property
+    def _keeps(self) -> bool:
+        return self.most_bits_kept > 0 or self.keeps_e4m3
+
+    def _why_not(self, matrix: QuantizedMatrix) -> str | None:
+        """The reason why a layer's matrix does not stay in its codes. None if it does."""
+        return why_not_in_e4m3(matrix) if self.keeps_e4m3 else why_not(matrix, self.most_bits_kept)
 
     def _matrix(self, file: WeightFile, stored: str) -> Tensor | QuantizedMatrix:
         if isinstance(file, QuantizedFiles):

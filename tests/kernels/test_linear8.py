@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from helpers import DEVICE, EIGHT_BITS, EPS, poisoned
+from helpers import DEVICE, EIGHT_BITS, EPS, HOPPER, poisoned
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
+from engine.kernels import reference
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
@@ -21,6 +22,14 @@ shapes = pytest.mark.parametrize(("n", "k"), [(1024, 1024), (4096, 3072), (512, 
 def wide(x: Quantized) -> Tensor:
     """The dequantised values in fp64, still rotated."""
     return x.values.double() * x.scale.double()[:, None]
+
+
+def in_blocks(n: int, k: int) -> tuple[Quantized, Tensor]:
+    """A weight in e4m3 with a scale for 8 rows and 128 columns, and its values in fp64."""
+    values = quantize_weight(torch.randn(n, k, device=DEVICE), torch.float8_e4m3fn).values
+    scales = 2 ** torch.empty(k // 128, n // 8, device=DEVICE).uniform_(-3, 3) / (100 * k**0.5)
+    exact = values.double() * scales.double().t().repeat_interleave(8, 0).repeat_interleave(128, 1)
+    return Quantized(values, torch.ones(n, device=DEVICE), scales), exact
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -101,3 +110,49 @@ def test_linear_swiglu_whose_results_fit(m: int, n: int, k: int) -> None:
         found = kernels.linear8_swiglu(x8, weight, fits=True)
     exact = F.silu(gate) * up * factor
     assert ((wide(found) - exact).abs() <= exact.abs() / 16 + exact.abs().max() / 64).all()
+
+
+hopper_only = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+in_block_shapes = pytest.mark.parametrize(
+    ("n", "k"), [(1024, 1024), (4096, 3072), (512, 9728), (2048, 768), (288, 128), (64, 256)]
+)
+
+
+def assert_close_in_blocks(found: Tensor, exact: Tensor) -> None:
+    """Sums of 128 columns have about 14 bits. Sums of these are in fp32, and the result is rounded to bf16 at most twice."""
+    assert (found.double() - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@hopper_only
+@row_counts
+@in_block_shapes
+def test_scales_of_blocks(m: int, n: int, k: int) -> None:
+    weight, w = in_blocks(n, k)
+    x8 = quantize(torch.randn(m, k, device=DEVICE).bfloat16(), torch.float8_e4m3fn)
+    with poisoned():
+        found = kernels.linear8(x8, weight)
+    exact = wide(x8) @ w.t()
+    assert_close_in_blocks(found, exact)
+    assert torch.equal(found, kernels.linear8(x8, weight)), "sums are added in one order"
+    plain = reference.linear8(x8.values, x8.scale, weight.values, weight.scale, weight.block_scale)
+    assert_close_in_blocks(plain, exact)
+
+
+@hopper_only
+@row_counts
+@in_block_shapes
+def test_scales_of_blocks_with_what_follows(m: int, n: int, k: int) -> None:
+    weight, w = in_blocks(n, k)
+    x8, residual = (
+        quantize(torch.randn(m, k, device=DEVICE).bfloat16(), torch.float8_e4m3fn),
+        torch.randn(m, n, device=DEVICE).bfloat16(),
+    )
+    product = wide(x8) @ w.t()
+    expected = residual.double() + product
+    assert kernels.linear8_add(x8, weight, residual) is None
+    assert_close_in_blocks(residual, expected)
+    eights = product.view(m, -1, 2, 8)
+    gated = (F.silu(eights[:, :, 0]) * eights[:, :, 1]).reshape(m, n // 2)
+    with poisoned():
+        found = wide(kernels.linear8_swiglu(x8, weight))
+    assert (found - gated).abs().max() <= 2**-4 * gated.abs().max()

@@ -219,6 +219,46 @@ def test_a_checkpoint_with_layers_in_16_bits_is_planned_in_16_bits() -> None:
     assert kept_form(Fp8((128, 128), False, ignores_layers=True)) is None
 
 
+FP8_BLOCKS = ("fp8 blocks", "fp8 tensor", "ct fp8 blocks", "ct fp8 tensor", "modelopt fp8")
+
+
+@pytest.mark.parametrize("name", FP8_BLOCKS)
+def test_float8_keeps_a_checkpoints_values_on_hopper(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The matrices have the values and the scales of the checkpoint. Only activations are rounded."""
+    folder = generator(tiny, name, tmp_path)
+    exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # allows the dtype on a CPU
+    rounded = Engine.load(folder, dtype="float8", device="cpu")
+    assert not any(each.weight.block_scale is not None for each in matrices(rounded))
+    monkeypatch.setattr(load, "is_hopper", lambda device: True)
+    kept = Engine.load(folder, dtype="float8", device="cpu")
+    for layer in matrices(kept):
+        assert layer.weight.block_scale is not None
+        assert (layer.weight.scale == 1).all()
+    errors = [np.abs(log_probs(each) - exact).mean() for each in (kept, rounded)]
+    assert errors[0] < 1.05 * errors[1]
+    config = load_model_config(folder)
+    values, there = (
+        footprint._shapes(config).num_quantized,
+        sum(
+            each.nbytes
+            for layer in matrices(kept)
+            for each in (layer.weight.values, layer.weight.scale, layer.weight.block_scale)
+        ),
+    )
+    assert there == 2 * values - footprint.bytes_saved(config, torch.float8_e4m3fn, on_gpu=True)
+
+
+def test_float8_rounds_what_is_not_e4m3_in_blocks(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    monkeypatch.setattr(load, "is_hopper", lambda device: True)
+    for name in ("ct int8", "ct fp8 channel", "awq 64"):
+        engine = Engine.load(generator(tiny, name, tmp_path / name), dtype="float8", device="cpu")
+        assert all(layer.weight.block_scale is None for layer in matrices(engine))
+
+
 TEXT = """The giant panda lives on bamboo, twenty kilograms of it a day. Bears sleep in winter; pandas do not, because bamboo
 has too little fat for it. In spring they climb to higher valleys, where the new shoots are, and in autumn they come down
 again. A cub weighs a hundred grams when it is born, and is blind for six weeks. Its mother carries it in her paws, and does
@@ -266,3 +306,20 @@ def test_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
     assert packed_layers(plain) == 0
     error, theirs = (np.median(np.abs(log_probs(each) - exact)) for each in (kept, plain))
     assert error <= 1.5 * theirs + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FP8_BLOCKS)
+def test_float8_on_a_gpu(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """On Hopper the checkpoint's own values are closer than, or as close as, those that the engine rounds."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only Hopper has products with scales of blocks")
+    folder = generator(tiny, name, tmp_path)
+    exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    kept = Engine.load(folder, dtype="float8", device="cuda")
+    assert all(layer.weight.block_scale is not None for layer in matrices(kept))
+    monkeypatch.setattr(load, "is_hopper", lambda device: False)
+    rounded = Engine.load(folder, dtype="float8", device="cuda")
+    assert all(layer.weight.block_scale is None for layer in matrices(rounded))
+    errors = [np.abs(log_probs(each) - exact).mean() for each in (kept, rounded)]
+    assert errors[0] <= 1.1 * errors[1] + 1e-3

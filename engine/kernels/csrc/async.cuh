@@ -50,6 +50,12 @@ __device__ __forceinline__ void fetch(u32 shared, const TensorMap& map, int colu
         : "memory");
 }
 
+// Copies consecutive bytes, a multiple of 16. Both addresses are multiples of 16.
+__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u64& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
+                 "r"(bytes), "r"(address(&barrier))
+                 : "memory");
+}
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

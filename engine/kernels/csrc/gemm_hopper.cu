@@ -2,6 +2,8 @@
 //   x: tensor map of [M, K], BLOCK_M rows and 128 bytes a box. w: tensor map of [N, K], BLOCK_N / 2 rows and 128 bytes a box.
 //   OPERANDS: 0 bf16, 1 fp16, 2 e4m3, 3 int8. e4m3 and int8 have row_scale float [M] and column_scale float [N]: row i of x has
 //   been divided by row_scale[i], row j of W by column_scale[j].
+//   BLOCKS: 1 for e4m3 whose W has block_scale float [K / 128, N / 8] instead of column_scale: 8 rows and 128 columns of W share a
+//   scale. The sums of 128 columns are multiplied by it and added up in fp32.
 //   BLOCK_N: columns of a tile: 128, 160, 192, 224 or 256. STAGES: steps in flight.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W, so that one thread holds both values of a result.
@@ -31,13 +33,16 @@ constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART =
 constexpr int ACCUMULATORS = BLOCK_N / 2;
 constexpr int SLICE = 64, SLICES = 2;  // columns of a slice, and slices of a warpgroup that are in shared memory at one time
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
+constexpr int RELEASING = BLOCKS ? 32 : 128;  // threads that release a stage together: a warp reads scales when its sums are done
+static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N == 128), "more columns need too many registers");
 #if THROUGH_SHARED
 typedef TensorMap Results;  // of y, 64 rows and 128 bytes a box
 #else
 typedef Out* Results;
 #endif
 
-struct Control {
+struct alignas(16) Control {
+    float block_scale[BLOCKS ? STAGES : 1][BLOCKS ? BLOCK_N / 8 : 4];
     u64 full[STAGES], empty[STAGES];
 };
 
@@ -217,7 +222,9 @@ __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const Te
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const int mine = row + thread / 32 * 16 + lane / 4;  // and eight rows later
     const float scales[2] = {row_scale[min(mine, m - 1)], row_scale[min(mine + 8, m - 1)]};
-    auto columns = [&](int eight) { return reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 8))[lane % 4]; };
+    auto columns = [&](int eight) {
+        return BLOCKS ? float2{1.f, 1.f} : reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 8))[lane % 4];
+    };
     auto sum = [&](int eight, int h, int at, float scale) { return static_cast<float>(sums[4 * eight + 2 * h + at]) * scales[h] * scale; };
     const int its = thread / 32 * 16 + lane % 16;  // the row whose place this lane gives to store_matrices
 #pragma unroll
@@ -255,8 +262,8 @@ __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const Te
 extern "C" __global__ void __launch_bounds__(384, 1)
     __cluster_dims__(CLUSTER, 1, 1)
 gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ Results y,
-     const float* __restrict__ row_scale, const float* __restrict__ column_scale, float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_,
-     i64 y_stride) {
+     const float* __restrict__ row_scale, const float* __restrict__ column_scale, const float* __restrict__ block_scale,
+     float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int m = static_cast<int>(m_), n = static_cast<int>(n_), steps = (static_cast<int>(k_) + STEP_K - 1) / STEP_K;
     const u32 x_tiles = address(shared), w_tiles = x_tiles + STAGES * X_BYTES;
@@ -266,7 +273,7 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(control.full[i], 1);
-            barrier_init(control.empty[i], 2 * CLUSTER);
+            barrier_init(control.empty[i], 2 * CLUSTER * 128 / RELEASING);
         }
         barriers_are_there();
     }
@@ -295,7 +302,9 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
                     u64& full = control.full[ring.stage];
                     wait(control.empty[ring.stage], ring.parity);
                     if (leader) {
-                        arrive_expecting(full, X_BYTES + W_BYTES);
+                        const u32 scale_bytes = BLOCKS ? min(BLOCK_N, n - at.y) / 8 * 4 : 0;
+                        arrive_expecting(full, X_BYTES + W_BYTES + scale_bytes);
+                        if (BLOCKS) copy_bulk(address(control.block_scale[ring.stage]), block_scale + step * (n / 8) + at.y / 8, scale_bytes, full);
                         fetch(x_tiles + ring.stage * X_BYTES, x, step * STEP_K, row, full);
                         const u32 part = w_tiles + ring.stage * W_BYTES + rank * W_PART;
                         const int w_row = at.y + rank * (BLOCK_N / CLUSTER);
@@ -311,11 +320,58 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
         const u64 x_rows = descriptor(x_tiles + group * 64 * K_BYTES), w_rows = descriptor(w_tiles);
         Ring<STAGES> ring{0, 0};
         auto release = [&](int stage) {
-            if (thread < CLUSTER) arrive_at(control.empty[stage], thread);
+            if (thread % RELEASING < CLUSTER) arrive_at(control.empty[stage], thread % RELEASING);
         };
         for (int index = first; index < num_tiles; index += stride) {
             const int2 at = tiles.at(index);
             Sum sums[ACCUMULATORS];
+#if BLOCKS
+#pragma unroll
+            for (int i = 0; i < ACCUMULATORS; ++i) sums[i] = 0.f;
+            // The products of one step run while those of the step before are scaled and added.
+            Sum even[ACCUMULATORS], odd[ACCUMULATORS];
+            int its = 0, next = 0;  // stages
+            auto multiply = [&](Sum(&part)[ACCUMULATORS]) {
+                its = next, next = ring.stage;
+                wait(control.full[ring.stage], ring.parity);
+                products_begin();
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    product(part, x_rows + ((ring.stage * X_BYTES + i * 32) >> 4), w_rows + ((ring.stage * W_BYTES + i * 32) >> 4), i > 0);
+                products_commit();
+                ring.advance();
+            };
+            auto add = [&](Sum(&part)[ACCUMULATORS], int stage) {
+                pin(part);
+                float4 scales[BLOCK_N / 32];
+#pragma unroll
+                for (int i = 0; i < BLOCK_N / 32; ++i) scales[i] = reinterpret_cast<const float4*>(control.block_scale[stage])[i];
+                __syncwarp();  // all lanes have the scales
+                release(stage);
+#pragma unroll
+                for (int i = 0; i < ACCUMULATORS; ++i) {
+                    const float4 four = scales[i / 16];
+                    const int at = i / 4 % 4;
+                    sums[i] = fmaf(at == 0 ? four.x : at == 1 ? four.y : at == 2 ? four.z : four.w, part[i], sums[i]);
+                }
+            };
+            multiply(even);
+            for (int step = 1; step < steps; step += 2) {
+                multiply(odd);
+                products_wait<1>();
+                add(even, its);
+                if (step + 1 < steps) {
+                    multiply(even);
+                    products_wait<1>();
+                    add(odd, its);
+                }
+            }
+            products_wait<0>();
+            if (steps % 2 == 0)
+                add(odd, next);
+            else
+                add(even, next);
+#else
             int before = 0;
             for (int step = 0; step < steps; ++step) {
                 wait(control.full[ring.stage], ring.parity);
@@ -335,6 +391,7 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
             products_wait<0>();
             pin(sums);
             release(before);
+#endif
             const int first_row = at.x + rank * BLOCK_M + group * 64, row = first_row + thread / 32 * 16 + thread % 32 / 4;
 #if THROUGH_SHARED
             const u32 slices = x_tiles + RING_BYTES + group * SLICES * SLICE_BYTES;

@@ -4,7 +4,7 @@
 //   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu. OPERANDS 4: W is in codes, and w are its records (csrc/codes.cuh).
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W.
-//   E4M3: as in gemm_hopper.cu.
+//   E4M3, BLOCKS, block_scale: as in gemm_hopper.cu.
 //
 // SPLIT blocks form a cluster and divide the K columns of BLOCK_N rows of W among themselves. A warp of each block fetches boxes of
 // W and of x by TMA into a ring of STAGES stages. W does not depend on the kernel before, so the block fetches W while that kernel
@@ -46,12 +46,14 @@ static_assert(K % COLUMNS == 0 && CHUNKS >= SPLIT && BLOCK_N % 16 == 0 && BLOCK_
 typedef float Inbox[SPLIT > 1 ? SPLIT : 1][SPLIT > 1 ? EACH : 1][BLOCK_N];
 constexpr u32 SUM_BYTES = ROWS * PITCH * 4;
 constexpr bool SENDS_INTO_RING = INBOX_IN_RING && SPLIT > 1;
+static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N % 32 == 0), "a step's scales are whole vectors of 16 bytes");
 static_assert(SUM_BYTES + (SENDS_INTO_RING ? sizeof(Inbox) : 0) <= STAGES * STAGE_BYTES, "the sums fit into the ring");
 
 // Lies in shared memory after the ring.
 struct alignas(16) Shared {
+    float block_scale[BLOCKS ? STAGES : 1][BLOCKS ? BLOCK_N / 8 : 4];
     float inbox[INBOX_IN_RING ? 1 : sizeof(Inbox) / sizeof(float)];
-    float row_scale[IN_8_BITS ? ROWS : 1], column_scale[IN_8_BITS ? BLOCK_N : 1];
+    float row_scale[IN_8_BITS ? ROWS : 1], column_scale[IN_8_BITS && !BLOCKS ? BLOCK_N : 1];
     u64 full[STAGES], empty[STAGES], inbox_full;
 };
 
@@ -81,12 +83,6 @@ __device__ __forceinline__ void product(Sum (&x)[SUMS], Operand a, u64 b, int ac
 }
 
 #if OPERANDS == 4
-// Copies consecutive bytes, a multiple of 16.
-__device__ __forceinline__ void copy_bulk(u32 shared, const void* global, u32 bytes, u64& barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared), "l"(global),
-                 "r"(bytes), "r"(address(&barrier))
-                 : "memory");
-}
 // Two operands of W, of 64 columns each: for the products that run, and for the next ones.
 struct Operands {
     u32 of[2][4][4];
@@ -127,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS + 32, 1)
     __cluster_dims__(SPLIT, 1, 1)
 #endif
 gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights w, Out* __restrict__ y,
-            const float* __restrict__ row_scale, const float* __restrict__ column_scale, float* __restrict__ y_scale, i64 m_, i64 n_,
-            i64 y_stride) {
+            const float* __restrict__ row_scale, const float* __restrict__ column_scale, const float* __restrict__ block_scale,
+            float* __restrict__ y_scale, i64 m_, i64 n_, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char ring_bytes[];
     Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
     Inbox& inbox = *reinterpret_cast<Inbox*>(INBOX_IN_RING ? ring_bytes + SUM_BYTES : reinterpret_cast<unsigned char*>(shared.inbox));
@@ -143,7 +139,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(shared.full[i], 1);
-            barrier_init(shared.empty[i], IN_CODES ? 4 * WARPGROUPS : WARPGROUPS);
+            barrier_init(shared.empty[i], IN_CODES || BLOCKS ? 4 * WARPGROUPS : WARPGROUPS);
         }
         barrier_init(shared.inbox_full, 1);
         barriers_are_there();
@@ -159,7 +155,12 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
             auto fetch_w = [&](int step) {
                 const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
                 wait(shared.empty[ring.stage], ring.parity);
-                if (fetcher == 0) arrive_expecting(shared.full[ring.stage], COPIED);
+                const u32 scale_bytes = BLOCKS ? min(BLOCK_N, n - first_row) / 8 * 4 : 0;
+                if (fetcher == 0) arrive_expecting(shared.full[ring.stage], COPIED + scale_bytes);
+                if (BLOCKS) {
+                    const float* const from = block_scale + (first + step) * (n / 8) + first_row / 8;
+                    copy_bulk(address(shared.block_scale[ring.stage]), from, scale_bytes, shared.full[ring.stage]);
+                }
 #if OPERANDS == 4
                 // One thread would take longer than the warpgroups. Past the end the last strip is copied, but not used.
                 const i64 strip = min(first_row / 16 + fetcher, n / 16 - 1);
@@ -202,7 +203,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
         if (FOLLOWED_BY == 1 && ROWS <= 64) load_before(0);
         if (IN_8_BITS) {
             for (int i = threadIdx.x; i < m; i += MULTIPLIERS) shared.row_scale[i] = row_scale[first_of_x + i];
-            for (int i = threadIdx.x; i < BLOCK_N; i += MULTIPLIERS) shared.column_scale[i] = column_scale[min(first_row + i, n - 1)];
+            for (int i = threadIdx.x; i < BLOCK_N && !BLOCKS; i += MULTIPLIERS) shared.column_scale[i] = column_scale[min(first_row + i, n - 1)];
         }
 
         Sum sums[SUMS];
@@ -242,6 +243,29 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
         }
         products_wait<0>();
         operands.pin(1);
+#elif BLOCKS
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0.f;
+        for (int step = 0; step < steps; ++step) {
+            const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
+            Sum part[SUMS];
+            wait(shared.full[ring.stage], ring.parity);
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                product(part, descriptor(stage + group * 64 * WIDTH + i * 32), descriptor(stage + W_BYTES + i * 32), i > 0);
+            products_commit();
+            // Of the rows of W that this thread's sums have: eight rows share a scale. The last warpgroup may have fewer rows.
+            const int strip = min(group * 4 + thread / 32, STRIPS - 1);
+            const float2 scale = *reinterpret_cast<const float2*>(&shared.block_scale[ring.stage][strip * 2]);
+            products_wait<0>();
+            pin(part);
+            __syncwarp();  // all lanes have their scales
+            if (thread % 32 == 0) arrive(shared.empty[ring.stage]);
+            ring.advance();
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] = fmaf(i / 2 % 2 ? scale.y : scale.x, part[i], sums[i]);
+        }
 #else
         for (int step = 0; step < steps; ++step) {
             const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
@@ -296,7 +320,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
                 if (SPLIT == 1) sum = partial[row][at];
 #pragma unroll
                 for (int b = 0; b < SPLIT && SPLIT > 1; ++b) sum += inbox[b][row][at];
-                return IN_8_BITS ? sum * shared.row_scale[begin + row] * shared.column_scale[at] : sum;
+                return IN_8_BITS ? sum * shared.row_scale[begin + row] * (BLOCKS ? 1.f : shared.column_scale[at]) : sum;
             };
             if (FOLLOWED_BY == 2) {
                 auto gated = [&](int at) { return silu_of(total(at)) * total(at + 8); };

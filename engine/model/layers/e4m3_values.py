@@ -24,10 +24,10 @@ _STEP_VALUES = 1 << 22  # of a matrix that are in fp32 at a time
 def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Tensor | None:
     """Divide the values, the last `num_columns` columns of `qkv`. `norm` gives the input of `qkv`.
 
-    Returns: the divisors, [num_columns] fp32. None if `qkv` is not in e4m3: then nothing changes.
+    Returns: the divisors, [num_columns] fp32. None if `qkv` is not in e4m3 with a scale for each row: then nothing changes.
     """
     weight = None if isinstance(qkv, SideBySide) else qkv.weight
-    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:
+    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3 or weight.block_scale is not None:
         return None
     scale, bias = weight.scale[-num_columns:], None if qkv.bias is None else qkv.bias[-num_columns:]
     rows = weight.values[-num_columns:].float() * scale[:, None]  # [num_columns, C]
@@ -47,10 +47,10 @@ def scale_products(gate_up: Linear, norm: RMSNorm, in_turn: bool) -> Tensor | No
 
     Args:
         in_turn: eight rows of the gate and eight rows of up alternate. Otherwise all rows of the gate come first.
-    Returns: the divisors, [I] fp32. None if `gate_up` is not in e4m3: then nothing changes.
+    Returns: the divisors, [I] fp32. None if `gate_up` is not in e4m3 with a scale for each row: then nothing changes.
     """
     weight = gate_up.weight
-    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3:
+    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3 or weight.block_scale is not None:
         return None
     width = weight.values.shape[1]
     eights = (-1, 2, 8) if in_turn else (2, -1, 8)

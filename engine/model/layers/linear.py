@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from engine import kernels
 from engine.kernels import MaybeQuantized, Packed, Quantized, Weight
 from engine.model.layers.norm import Residual, RMSNorm
+from engine.model.quantized.layout import Codes
 from engine.model.weights import WeightSource
 
 # Up to this many rows FBGEMM's products are faster than oneDNN's on a Zen 4 core. With 16 rows they take 1.5 times as long.
@@ -72,8 +73,8 @@ class Linear(ABC):
         """`name`.weight [rows, columns] and, if `biased`, `name`.bias. The columns are multiplied by `scale` [columns]."""
         weight = checkpoint.take_matrix([f"{name}.weight"], [rows], columns)
         if scale is not None:
-            assert isinstance(weight, Tensor), "only values in e4m3 have a scale"
-            weight = weight * scale.to(weight.dtype)
+            plain = weight.dequantized(checkpoint.dtype) if isinstance(weight, Codes) else weight
+            weight = plain * scale.to(plain.dtype)
         bias = checkpoint.take(f"{name}.bias", rows) if biased else None
         return cls.of(checkpoint.to_layer_dtype(weight), bias, gelu, checkpoint.decodes)
 

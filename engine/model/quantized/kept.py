@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.codes import E4M3_DIVISOR, STRIP, Form
 from engine.errors import ModelError
 from engine.kernels.packed import Packed, pack
+from engine.kernels.quantize import Quantized
 from engine.model.quantized.layout import Blocks, Codes, EightBits, QuantizedMatrix
 from engine.model.quantized.scheme import (
     MXFP4_GROUP,
@@ -24,6 +25,7 @@ from engine.model.quantized.scheme import (
 )
 
 FORM = Form(64)  # of matrices that the engine rounds itself
+IN_BLOCKS = Form(128, 8, is_float=True)  # of most FP8 checkpoints
 # Scales to try for a group, as multiples of the scale that gives its largest value the code -8. The first gives it the code -7.
 _FACTORS = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 _STEP_VALUES = 1 << 22  # values that are rounded at a time
@@ -73,6 +75,24 @@ def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
     if matrix.is_float and matrix.bits == 8 and bool((matrix.codes & 127 == 127).any()):
         return "values that are no numbers"
     return None
+
+
+def why_not_in_e4m3(matrix: QuantizedMatrix) -> str | None:
+    """Returns the reason why Hopper's products in e4m3 do not take a matrix as the checkpoint has it. None if they do."""
+    if not isinstance(matrix, Codes) or matrix.form != IN_BLOCKS:
+        return str(matrix.form) if isinstance(matrix, Codes) else "another layout"
+    n, _ = matrix.shape
+    if n % 32:
+        return f"{n} rows, no multiple of 32"
+    eights = matrix.scales.view(n // 8, 8, -1)
+    return None if bool((eights == eights[:, :1]).all()) else "a scale for each row"
+
+
+def in_e4m3(matrix: Codes) -> Quantized:
+    """A matrix for Hopper's products in e4m3, with the checkpoint's values and scales. `why_not_in_e4m3` gives None for it."""
+    ones = torch.ones(len(matrix.codes), dtype=torch.float32, device=matrix.codes.device)
+    block_scale = (matrix.scales[::8].float() / E4M3_DIVISOR).t().contiguous()
+    return Quantized(matrix.codes.view(torch.float8_e4m3fn), ones, block_scale)
 
 
 def kept_form(scheme: Quantization | None) -> Form | None:
