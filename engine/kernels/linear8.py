@@ -1,8 +1,8 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
 On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`. More rows of int8 go through `gemm_hopper`, and so do
-more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products.
-docs/decisions/023, 067 and 071.
+more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products, except those with
+scales of blocks, which only our kernels take.    docs/decisions/023, 067, 071 and 081.
 
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """
@@ -77,13 +77,13 @@ def _unscaled_swiglu(x: Quantized, gate_up: Quantized) -> Quantized:
 
 def _ours(x: Quantized, weight: Quantized, followed_by: FollowedBy = "nothing", residual: Tensor | None = None) -> Tensor | None:
     """The result of one of our own products. None if we have none, or if cuBLAS is faster."""
-    in_blocks = weight.block_scale is not None
-    around = (x.scale, weight.scale, None, weight.block_scale)
-    prefers_tiles = in_blocks and len(x) > _MOST_ROWS_OF_BLOCKS and fills_a_wave(x.values, weight.values)
-    if not prefers_tiles and (skinny := skinny_shape_of(x.values, weight.values, in_blocks)) is not None:
-        return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, *around)
     if not is_hopper(x.values.device):
         return None
+    in_blocks = weight.block_scale is not None
+    prefers_tiles = in_blocks and len(x) > _MOST_ROWS_OF_BLOCKS and fills_a_wave(x.values, weight.values)
+    if not prefers_tiles and (skinny := skinny_shape_of(x.values, weight.values, in_blocks)) is not None:
+        around = (x.scale, weight.scale, None, weight.block_scale)
+        return gemm_skinny(x.values, weight.values, skinny, followed_by, residual, *around)
     if in_blocks:
         return gemm_hopper(x.values, weight.values, followed_by, residual, x.scale, block_scale=weight.block_scale)
     if x.values.dtype == torch.int8 or (followed_by == "residual" and fills_waves(x.values, weight.values)):

@@ -201,9 +201,14 @@ def unpack(records: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
 
 
 def linear8(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, block_scale: Tensor | None = None) -> Tensor:
-    if block_scale is not None:  # [K / 128, N / 8]
-        weight = weight.float() * block_scale.t().repeat_interleave(8, 0).repeat_interleave(128, 1)
-    return (F.linear(x.float(), weight.float()) * x_scale[:, None] * weight_scale).to(torch.bfloat16)
+    """x_scale [M], weight_scale [N] and block_scale are as in `Quantized`. Returns: bf16."""
+    wide = weight.float() if block_scale is None else scaled_blocks(weight, block_scale)
+    return (F.linear(x.float(), wide) * x_scale[:, None] * weight_scale).to(torch.bfloat16)
+
+
+def scaled_blocks(values: Tensor, block_scale: Tensor) -> Tensor:
+    """values [N, K] times the scales [K / 128, N / 8] of blocks of 8 rows and 128 columns -> fp32."""
+    return values.float() * block_scale.t().repeat_interleave(8, 0).repeat_interleave(128, 1)
 
 
 def swiglu(gate_up: Tensor, interleaved: bool = False) -> Tensor:

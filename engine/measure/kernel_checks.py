@@ -12,17 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine import kernels
-from engine.codes import Form
+from engine.codes import E4M3_DIVISOR, Form
 from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.draws import Row, uniform
 from engine.kernels import reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_cluster, decode_items, most_items
 from engine.kernels.cache8 import Cache8, rounded, widened
+from engine.kernels.launch import is_hopper
 from engine.kernels.linear_packed import unpacked
 from engine.kernels.packed import Packed
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
-from engine.model.quantized.kept import packed, to_four_bits
+from engine.model.quantized.kept import IN_BLOCKS, packed, to_four_bits
 from engine.model.quantized.layout import Codes
 from engine.options import SamplingOptions
 
@@ -62,7 +63,7 @@ class Results(NamedTuple):
     exact: Tensor
 
 
-_OTHER_FORMS = (Form(16, is_float=True), Form(32, 5, "mins"), Form(16, 6), Form(32, 8))  # besides int4's form
+_OTHER_FORMS = (Form(16, is_float=True), Form(32, 5, "mins"), Form(16, 6), Form(32, 8), IN_BLOCKS)  # besides int4's form
 _CODES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}  # of keys and values in 8 bits
 
 
@@ -248,6 +249,11 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
     for rows in (1, 16):
         what = f"{name} {rows} x 1024 x 4096, x in 16 bits"
         yield Case("linear8", what, partial(_linear8_of_16_bits, make, dtype, rows, 4096, 1024))
+    if dtype == torch.float8_e4m3fn and (make.device.type == "cpu" or is_hopper(make.device)):
+        for rows in (1, 32, 300):
+            yield Case(
+                "linear8", f"{name} {rows} x 3072 x 1024, scales of blocks", partial(_linear8_in_blocks, make, rows, 1024, 3072)
+            )
 
 
 def cases_in_codes(make: Maker) -> Iterator[Case]:
@@ -383,6 +389,15 @@ def _linear8(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Resu
     return Results(kernels.linear8(x, weight), exact + _allowed(exact, dtype, k), exact)
 
 
+def _linear8_in_blocks(make: Maker, rows: int, n: int, k: int) -> Results:
+    """As `_linear8`, for a weight with `block_scale`. Sums of 128 columns have 14 bits."""
+    x, weight = _operands_in_8_bits(make, torch.float8_e4m3fn, rows, n, k)
+    block_scale = (make.normal(k // 128, n // 8).float().abs() + 0.1) / 1e4
+    exact = F.linear(_wide(x), reference.scaled_blocks(weight.values, block_scale))
+    found = kernels.linear8(x, Quantized(weight.values, torch.ones_like(weight.scale), block_scale))
+    return Results(found, exact + _allowed(exact, torch.float8_e4m3fn, 128), exact)
+
+
 def _linear8_of_16_bits(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) -> Results:
     """x in 16 bits. `low` rounds x to 8 bits, like the product."""
     make.reset()
@@ -446,6 +461,10 @@ def _embed_packed(make: Maker, n: int, k: int, form: Form) -> Results:
 
 def _random_codes(make: Maker, n: int, k: int, form: Form) -> Packed:
     make.reset()
+    if form == IN_BLOCKS:
+        values = make.normal(n, k).to(torch.float8_e4m3fn)
+        scales = (make.normal(n, k // form.group).float().abs() + 0.5) * E4M3_DIVISOR / k**0.5
+        return packed(Codes(values.view(torch.uint8), scales, form.bits, is_float=True))
     most = 1 << form.bits
     codes = (make.normal(n, k).float() * most / 8 + most / 2).clamp(0, most - 1).to(torch.uint8)
     scales = (make.normal(n, k // form.group).float().abs() + 0.5) * 8 / most / k**0.5

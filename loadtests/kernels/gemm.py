@@ -115,17 +115,45 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             print(model, m, {who: f"{1e6 * seconds:.0f} us a layer" for who, seconds in layer.items()}, flush=True)
 
 
+def in_blocks() -> Iterator[dict[str, Any]]:
+    """Products in e4m3 with scales of blocks. cuBLAS has scales of 128 x 128 of W, and of 1 x 128 of x."""
+    for model, its in LAYERS.items():
+        for m in TOKENS[torch.float8_e4m3fn]:
+            for name, n, k, follows in its:
+                x, w, x_scale, _ = operands(m, n, k, torch.float8_e4m3fn)
+                y, block_scale = (
+                    torch.zeros(m, n, device="cuda", dtype=torch.bfloat16),
+                    torch.rand(k // 128, n // 8, device="cuda"),
+                )
+                scales = torch.rand(k // 128, m, device="cuda").t(), torch.rand(n // 128, k // 128, device="cuda").t()
+                residual = y if follows == "residual" else None
+                theirs = seconds_of(lambda _: torch._scaled_mm(x, w.t(), *scales, out_dtype=torch.bfloat16))  # noqa: B023
+                mine = seconds_of(lambda _: gemm_hopper(x, w, follows, residual, x_scale, block_scale=block_scale))  # noqa: B023
+                flops = 2 * m * n * k / 1e12
+                yield {
+                    "model": model,
+                    "tokens": m,
+                    "product": name,
+                    "followed by": follows,
+                    "cuBLAS alone": flops / theirs,
+                    "ours, with what follows": flops / mine,
+                    "ours / cuBLAS": theirs / mine,
+                }
+
+
 @torch.inference_mode()
 def main() -> None:
     gemm = gemm_rate()
     names = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.int8}
     tables = {name: list(measure(dtype)) for name, dtype in names.items()}
+    tables["e4m3, scales of blocks"] = list(in_blocks())
     notes = [
         "TFLOP/s, 2 M N K over the time of the product and what follows it; "
         f"torch.mm of 8192 x 8192 bf16 matrices: {gemm / 1e12:,.0f}",
         "what follows, beside cuBLAS: the sum that its accumulator begins with, and our SwiGLU kernel; in e4m3 torch's addition, "
         "and our kernel that takes SwiGLU and its result to 8 bits; beside ours the one that takes the result there",
         "bf16: ours with the fastest of all widths of a tile; the engine's choice is by a formula (docs/decisions/069)",
+        "scales of blocks: the result of SwiGLU is in bf16, and cuBLAS has nothing that follows",
         "int8: cuBLAS gives whole numbers, without scales or what follows",
     ]
     write("kernels_gemm", "python -m loadtests.kernels.gemm", tables, notes)

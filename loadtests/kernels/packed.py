@@ -98,6 +98,17 @@ def in_8_bits(bandwidth: float, dtype: torch.dtype) -> list[dict[str, Any]]:
     return list(chains(bandwidth, ROWS_IN_8_BITS, matrix, lambda w: w.values.nbytes, product8))
 
 
+def in_blocks(bandwidth: float) -> list[dict[str, Any]]:
+    """A checkpoint's values in e4m3. 8 rows and 128 columns share a scale."""
+
+    def matrix(n: int, k: int) -> Quantized:
+        rounded = quantize_weight(random(n, k) / k**0.5, torch.float8_e4m3fn)
+        block_scale = rounded.scale.mean().expand(k // 128, n // 8).contiguous()
+        return Quantized(rounded.values, torch.ones_like(rounded.scale), block_scale)
+
+    return list(chains(bandwidth, ROWS_IN_8_BITS, matrix, lambda w: w.values.nbytes, product8))
+
+
 @torch.inference_mode()
 def main() -> None:
     bandwidth = copy_bandwidth()
@@ -110,6 +121,7 @@ def main() -> None:
         table = chains(bandwidth, ROWS_OF_OTHER_FORMS, matrix, lambda w: w.records.nbytes, product, ("8B",))
         tables[f"The 8B in {form}, as {kind}"] = list(table)
     tables |= {f"The same in {name}": in_8_bits(bandwidth, DTYPES[name]) for name in ("int8", "float8")}
+    tables["The same in float8 with scales of blocks"] = in_blocks(bandwidth)
     notes = [
         f"{FORM} if nothing else is said; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in "
         "SwiGLU",

@@ -28,7 +28,7 @@ from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
 from engine.model.folder import load_model_config
 from engine.model.footprint import MOST_STREAMS, footprint, language_head_bytes, word_bytes
-from engine.model.quantized.scheme import Awq
+from engine.model.quantized.scheme import Awq, Fp8
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
 from loadtests.predict import generated, in_codes, published
 from loadtests.report import RESULTS
@@ -178,6 +178,18 @@ def test_large_models_in_four_bits_on_small_cards(
     assert pool.cache_tokens >= streams * context
     assert all(use.used_bytes <= use.capacity for use in plan_report.card_uses(plan))
     assert bool(planned((node,), asked).unplaced) == (node is not SPARK)
+
+
+def test_an_fp8_checkpoint_takes_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An 8B with 24k of context fits a card of 16 GB, exactly as published. In bf16 it does not."""
+    monkeypatch.setitem(CATALOGUE, "published/FP8", replace(CATALOGUE["Qwen/Qwen3-8B"], quantization=Fp8((128, 128), False)))
+    asked: dict[str, object] = {"model": "published/FP8", "context": 24_576, "streams": 1}
+    plan = planned((PC1,), asked)
+    assert plan.unplaced == ()
+    assert "GPUs keep it in its bits" in " ".join(plan_report.notes(plan))
+    assert planned((PC1,), asked | {"model": "Qwen/Qwen3-8B"}).unplaced
+    in_float8 = planned((L40S,), asked | {"dtype": "float8"})
+    assert "GPUs of compute capability 9.0 keep its values in e4m3" in " ".join(plan_report.notes(in_float8))
 
 
 def test_an_8b_with_32k_of_context_needs_more_than_12_gb() -> None:

@@ -256,6 +256,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         product(
             x.to(E4M3), w.to(E4M3), followed_by="swiglu in e4m3", row_scale=scale, column_scale=torch.ones(4096), y_scale=scale
         )
+    in_blocks = skinny_shape(4096, 1024, 32, 132, 1, in_blocks=True)
+    assert in_blocks is not None
+    for product in (gemm_hopper, partial(gemm_skinny, shape=in_blocks)):
+        product(x.to(E4M3), w.to(E4M3), followed_by="nothing", row_scale=scale, block_scale=torch.ones(8, 512))
     codes = torch.zeros(64, 1024, dtype=torch.uint8)
     four = pack(codes, Form(128, beside="zeros"), torch.ones(64, 8).half(), torch.zeros(64, 8, dtype=torch.uint8))
     packed_rows(x, four, PackedShape(2, 8, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))

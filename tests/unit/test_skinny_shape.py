@@ -57,6 +57,21 @@ def test_every_shape_of_codes_fits(n: int, k: int, rows: int, form: Form) -> Non
         assert shape.threads <= {16: 672, 32: 672, 64: 544, 128: 288}[rows]
 
 
+@pytest.mark.parametrize(("n", "k"), PRODUCTS)
+@pytest.mark.parametrize("m", [1, 9, 33, 64, 65, 256])
+def test_every_shape_with_scales_of_blocks_fits(n: int, k: int, m: int) -> None:
+    shapes = [shape for _, shape in skinny_shapes(n, k, padded(m, 1), SMS, 1, in_blocks=True)]
+    assert shapes
+    for shape in shapes:
+        assert shape.in_blocks
+        assert shape.block_n % 32 == 0, "a step's scales are whole vectors of 16 bytes"
+        assert shape.stages * (shape.block_n + shape.rows) * 128 + shape.stages * shape.block_n // 2 <= shape.shared_bytes()
+        assert shape.shared_bytes() <= SHARED_BYTES
+        # The kernels need up to 120 registers of a thread, and 208 with 128 rows.
+        assert shape.threads <= (288 if shape.rows == 128 else 544)
+    assert not list(skinny_shapes(n + 16, k, padded(m, 1), SMS, 1, in_blocks=True))
+
+
 def test_codes_need_steps_of_128_columns() -> None:
     assert skinny_shape(960, 576, 64, SMS, Form(64)) is None
 
