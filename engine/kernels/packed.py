@@ -17,38 +17,46 @@ class Packed:
     """A matrix W [N, K]. A value is (code - zero) * scale, code * scale + min, or a number in e2m1 or e4m3 times the scale.
 
     `records`: [N / 16, K / chunk, ...] int32. `counters`: [N / 16] int32, used by the kernels, 0 between launches.
+    `row_scales`: [N] fp32 if W may be multiplied by x in NVFP4. Then each scale is the product of a number in e4m3 and the row's
+    scale, rounded to fp16.
     """
 
     records: Tensor
     counters: Tensor
     k: int
     form: Form
+    row_scales: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.records) * STRIP
 
     @property
     def nbytes(self) -> int:
-        return self.records.nbytes + self.counters.nbytes
+        return self.records.nbytes + self.counters.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes)
 
     def to(self, device: torch.device) -> "Packed":
-        return Packed(self.records.to(device), self.counters.to(device), self.k, self.form)
+        row_scales = None if self.row_scales is None else self.row_scales.to(device)
+        return Packed(self.records.to(device), self.counters.to(device), self.k, self.form, row_scales)
 
     def split(self, rows: int) -> Iterator["Packed"]:
         """Yields W in parts of `rows` rows, a multiple of 16. They share W's memory. The last one may have fewer rows."""
         assert rows % STRIP == 0, rows
         for start in range(0, len(self), rows):
             strips = slice(start // STRIP, (start + rows) // STRIP)
-            yield Packed(self.records[strips], self.counters[strips], self.k, self.form)
+            row_scales = None if self.row_scales is None else self.row_scales[start : start + rows]
+            yield Packed(self.records[strips], self.counters[strips], self.k, self.form, row_scales)
 
 
-def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None) -> Packed:
+def pack(
+    codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None, row_scales: Tensor | None = None
+) -> Packed:
     """Brings a matrix into the kernels' order.
 
     Args:
         codes: [N, K] uint8, below 2^bits. Without zeros and mins, the code 2^(bits - 1) stands for 0.
         scales: [N, K / group] fp16.
         beside: the zeros, uint8, or the mins, fp16, like `scales`; None if the form has neither.
+        row_scales: as in `Packed`.
     """
     n, k = codes.shape
     assert form.fits(n, k), f"[{n}, {k}] in {form}"
@@ -57,7 +65,7 @@ def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None
     for start in range(0, strips, step):
         rows = slice(start * STRIP, (start + step) * STRIP)
         records[start : start + step] = _records(codes[rows], form, scales[rows], None if beside is None else beside[rows])
-    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, form)
+    return Packed(records, torch.zeros(strips, dtype=torch.int32, device=codes.device), k, form, row_scales)
 
 
 def _records(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None) -> Tensor:

@@ -168,6 +168,39 @@ def values_of_floats(codes: Tensor, bits: int) -> Tensor:
     return torch.tensor(E2M1, device=codes.device)[codes.int()]
 
 
+_E2M1_LARGEST, _E4M3_LARGEST = 6.0, 448.0
+_E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the codes 0 to 7
+_LEAST_LARGEST = 1e-30  # of a row in NVFP4, so that the reciprocal of its scale is finite
+
+
+def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds the rows of x [M, K] to NVFP4. A row's largest value becomes 6 * 448.
+
+    Returns: codes in e2m1, [M, K] uint8; the scale of each 16 columns, [M, K / 16] e4m3; the scale of each row, [M] fp32. A value
+        is the product of all three. All results of a row with a value that is not finite are not finite.
+    """
+    groups = x.float().unflatten(1, (-1, 16))
+    largest = groups.abs().amax(2)
+    most = largest.amax(1)
+    row_scale = torch.where(most > 0, most.clamp(min=_LEAST_LARGEST), most) * (1 / (_E2M1_LARGEST * _E4M3_LARGEST))
+    factor = torch.where(row_scale > 0, row_scale.reciprocal(), 0.0)[:, None]
+    scales = to_e4m3(largest * factor * (1 / _E2M1_LARGEST))
+    inverse = torch.where(scales.float() > 0, factor / scales.float(), 0.0)
+    values = groups * inverse[:, :, None]
+    sizes = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for number, middle in enumerate(_E2M1_MIDDLES):  # in the middle, the even code wins
+        codes += sizes > middle if number % 2 == 0 else sizes >= middle
+    return (codes | values.signbit().to(torch.uint8) << 3).flatten(1), scales, row_scale
+
+
+def linear_nvfp4(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in fp32, with x rounded to NVFP4. `weight`: [N, K] fp32."""
+    codes, scales, row_scale = quantize_nvfp4(x)
+    values = torch.tensor(E2M1, device=x.device)[codes.int()].unflatten(1, (-1, 16)) * scales.float()[:, :, None]
+    return F.linear(values.flatten(1) * row_scale[:, None], weight)
+
+
 def unpack(records: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
     """Returns the matrix [N, K] of `Packed.records` (csrc/codes.cuh describes them). fp32 values are rounded once."""
     strips, chunks, _ = records.shape

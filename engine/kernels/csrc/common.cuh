@@ -119,6 +119,12 @@ __device__ __forceinline__ u32 pack_e4m3(float a, float b) {
     return pair;
 }
 
+__device__ __forceinline__ float larger(float a, float b) {  // NaN if either is NaN; sm_80 and later
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
 template <int WIDTH>
 __device__ __forceinline__ float lanes_sum(float x) {  // over aligned groups of WIDTH lanes
 #pragma unroll
@@ -158,3 +164,31 @@ __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u3
 __device__ __forceinline__ float silu_of(float x) { return x / (1.f + __expf(-x)); }
 // The division has an error of at most 2 ulp. The exact division would limit the kernel's speed.
 __device__ __forceinline__ float silu_fast(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
+// The results of kernels whose 16-row operand has rows of W: packed_tiles.cu and nvfp4.cu. A lane has the sums of rows lane / 4 and
+// lane / 4 + 8 of W, and of rows lane % 4 * 2 and lane % 4 * 2 + 1 of eight rows of x.
+#ifdef FOLLOWED_BY
+// The address in y of a lane's two columns of `strip`, for eight rows of x from `first_row` on. Null past the end of y.
+__device__ __forceinline__ u32* place_of(u16* __restrict__ y, int strip, int strips, int first_row, int m, i64 y_stride) {
+    const int lane = threadIdx.x % 32, row = first_row + lane % 4 * 2 + lane / 4 % 2;
+    const bool is_there = strip < strips && row < m;
+    return is_there ? reinterpret_cast<u32*>(y + row * y_stride + strip * (FOLLOWED_BY == 2 ? 8 : 16) + lane / 8 * 2) : nullptr;
+}
+__device__ __forceinline__ void write(u32* to, const float (&sums)[4], const u32 (&before)[2]) {
+    const bool odd = threadIdx.x / 4 % 2;
+    // Neighbouring columns are in lanes 4 apart. Two lanes exchange values, so that each has two columns of one row.
+    auto pair = [&](float even_row, float odd_row) {
+        const float other = __shfl_xor_sync(0xffffffffu, odd ? even_row : odd_row, 4);
+        return odd ? make_float2(other, odd_row) : make_float2(even_row, other);
+    };
+    if (FOLLOWED_BY == 2) {
+        const float2 its = pair(silu_of(sums[0]) * sums[2], silu_of(sums[1]) * sums[3]);
+        if (to) to[0] = pack(its.x, its.y);
+        return;
+    }
+    const float2 near = pair(sums[0], sums[1]), far = pair(sums[2], sums[3]);
+    if (!to) return;
+    to[0] = pack(near.x + low(before[0]), near.y + high(before[0]));
+    to[4] = pack(far.x + low(before[1]), far.y + high(before[1]));
+}
+#endif

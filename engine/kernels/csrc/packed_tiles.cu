@@ -115,30 +115,6 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 x, u32 w) {
     }
 }
 
-// The address in y of a lane's two columns of `strip`, for eight rows of x from `first_row` on. Null past the end of y.
-__device__ __forceinline__ u32* place_of(u16* __restrict__ y, int strip, int strips, int first_row, int m, i64 y_stride) {
-    const int lane = threadIdx.x % 32, row = first_row + lane % 4 * 2 + lane / 4 % 2;
-    const bool is_there = strip < strips && row < m;
-    return is_there ? reinterpret_cast<u32*>(y + row * y_stride + strip * (FOLLOWED_BY == 2 ? 8 : 16) + lane / 8 * 2) : nullptr;
-}
-__device__ __forceinline__ void write(u32* to, const float (&sums)[4], const u32 (&before)[2]) {
-    const bool odd = threadIdx.x / 4 % 2;
-    // Neighbouring columns are in lanes 4 apart. Two lanes exchange values, so that each has two columns of one row.
-    auto pair = [&](float even_row, float odd_row) {
-        const float other = __shfl_xor_sync(0xffffffffu, odd ? even_row : odd_row, 4);
-        return odd ? make_float2(other, odd_row) : make_float2(even_row, other);
-    };
-    if (FOLLOWED_BY == 2) {
-        const float2 its = pair(silu_of(sums[0]) * sums[2], silu_of(sums[1]) * sums[3]);
-        if (to) to[0] = pack(its.x, its.y);
-        return;
-    }
-    const float2 near = pair(sums[0], sums[1]), far = pair(sums[2], sums[3]);
-    if (!to) return;
-    to[0] = pack(near.x + low(before[0]), near.y + high(before[0]));
-    to[4] = pack(far.x + low(before[1]), far.y + high(before[1]));
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __restrict__ y, float* __restrict__ partial,
                 int* __restrict__ counters, i64 m_, i64 n_, i64 k_, i64 x_stride, i64 y_stride) {

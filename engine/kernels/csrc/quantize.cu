@@ -14,12 +14,6 @@ constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
 constexpr float MOST = INT8 ? 127.f : 448.f;
 constexpr float LEAST = 1e-35f;  // the least largest value of a row: MOST divided by less is infinite, and infinity times 0 is NaN
 
-__device__ __forceinline__ float larger(float a, float b) {  // NaN if either is NaN
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-    return most;
-}
-
 __device__ __forceinline__ float block_largest(float x, float* scratch) {
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, step));
