@@ -67,6 +67,7 @@ bench-gpu: $(VENV)/.installed-test ## the same on a machine with a GPU and 32 GB
 	$(BIN)/python -m loadtests.kernels.gemm
 	$(BIN)/python -m loadtests.kernels.few_rows
 	$(BIN)/python -m loadtests.kernels.packed
+	$(BIN)/python -m loadtests.kernels.nvfp4
 	$(BIN)/python -m loadtests.engine
 	$(BIN)/python -m loadtests.predict
 	$(BIN)/python -m loadtests.eight_bits

@@ -3,7 +3,8 @@
 For few rows the kernels read W in its bits: `packed_rows` for up to 8 rows, and others for up to 64 rows, or 128 if W is large.
 On Hopper these are `gemm_skinny`, and `few_rows` for up to 16 or 32 rows of some forms. Elsewhere it is `packed_tiles`, and also
 if K is no multiple of 128. For more rows W is first written out in 16 bits, and `linear` multiplies it (docs/decisions/046, 062,
-066 and 070). Of the head of a language model a part is written out at a time (docs/decisions/068).
+066 and 070). If W has `row_scales`, x is rounded to NVFP4 instead, and `nvfp4` multiplies it with W's codes (docs/decisions/082).
+Of the head of a language model a part is written out at a time (docs/decisions/068).
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
 from engine.kernels.launch import num_sms, runs_in, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 from engine.kernels.norm import rms_norm
+from engine.kernels.nvfp4 import linear_nvfp4
 from engine.kernels.packed import Packed
 from engine.kernels.packed_rows import MOST_ROWS, packed_rows, packed_shape, padded, unpack
 from engine.kernels.packed_tiles import packed_tiles, tiled_shape_of
@@ -31,6 +33,8 @@ _LARGE, _MOST_ROWS_OF_LARGE = 1 << 23, 128  # the least number of values of a la
 def linear_packed(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
     if not _is_few(x, weight):
+        if _takes_nvfp4(x, weight):
+            return linear_nvfp4(_normalized(x, norm, eps), weight)
         return linear(x, unpacked(weight, x.dtype), norm, eps)
     return _few(x, weight, "nothing", x.new_empty(len(x), len(weight)), norm, eps)
 
@@ -51,6 +55,8 @@ def linear_packed_in_parts(x: Tensor, weight: Packed) -> Tensor:
 def linear_packed_add(x: Tensor, weight: Packed, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
     if not _is_few(x, weight):
+        if _takes_nvfp4(x, weight):
+            return linear_nvfp4(x, weight, "residual", residual)
         return linear_add(x, unpacked(weight, x.dtype), residual)
     return _few(x, weight, "residual", residual)
 
@@ -64,6 +70,8 @@ def linear_packed_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None,
     Returns: [T, I].
     """
     if not _is_few(x, gate_up):
+        if _takes_nvfp4(x, gate_up):
+            return linear_nvfp4(_normalized(x, norm, eps), gate_up, "swiglu")
         return linear_swiglu(x, unpacked(gate_up, x.dtype), norm, eps)
     return _few(x, gate_up, "swiglu", x.new_empty(len(x), len(gate_up) // 2), norm, eps)
 
@@ -80,6 +88,14 @@ def _is_few(x: Tensor, weight: Packed) -> bool:
     return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else _MOST_ROWS_PACKED)
 
 
+def _takes_nvfp4(x: Tensor, weight: Packed) -> bool:
+    return weight.row_scales is not None and runs_on(x)
+
+
+def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    return x if norm is None else rms_norm(x, norm, eps)
+
+
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Computes few rows: writes x W^T to `out`, or adds it to `out`. Returns `out`."""
     if len(x) <= MOST_ROWS:
@@ -88,8 +104,7 @@ def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: 
         return packed_rows(x, weight, shape, followed_by, out, norm, eps)
     if (few := few_rows_shape_of(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, few, followed_by, out, norm, eps)
-    if norm is not None:
-        x = rms_norm(x, norm, eps)
+    x = _normalized(x, norm, eps)
     if (skinny := skinny_shape_of(x, weight)) is not None:
         return gemm_skinny(x, weight, skinny, followed_by, out)
     for part, to in _parts(x, weight, out):

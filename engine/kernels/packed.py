@@ -47,9 +47,7 @@ class Packed:
             yield Packed(self.records[strips], self.counters[strips], self.k, self.form, row_scales)
 
 
-def pack(
-    codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None, row_scales: Tensor | None = None
-) -> Packed:
+def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None, row_scales: Tensor | None = None) -> Packed:
     """Brings a matrix into the kernels' order.
 
     Args:

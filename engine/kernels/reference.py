@@ -179,7 +179,7 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns: codes in e2m1, [M, K] uint8; the scale of each 16 columns, [M, K / 16] e4m3; the scale of each row, [M] fp32. A value
         is the product of all three. All results of a row with a value that is not finite are not finite.
     """
-    groups = x.float().unflatten(1, (-1, 16))
+    groups = x.float().view(len(x), -1, 16)
     largest = groups.abs().amax(2)
     most = largest.amax(1)
     row_scale = torch.where(most > 0, most.clamp(min=_LEAST_LARGEST), most) * (1 / (_E2M1_LARGEST * _E4M3_LARGEST))
@@ -197,7 +197,7 @@ def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def linear_nvfp4(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T in fp32, with x rounded to NVFP4. `weight`: [N, K] fp32."""
     codes, scales, row_scale = quantize_nvfp4(x)
-    values = torch.tensor(E2M1, device=x.device)[codes.int()].unflatten(1, (-1, 16)) * scales.float()[:, :, None]
+    values = torch.tensor(E2M1, device=x.device)[codes.int()].view(len(x), -1, 16) * scales.float()[:, :, None]
     return F.linear(values.flatten(1) * row_scale[:, None], weight)
 
 

@@ -29,6 +29,8 @@ from engine.kernels.gemm_hopper import (
 from engine.kernels.gemm_skinny import skinny_defines, skinny_shape
 from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
+from engine.kernels.nvfp4 import FEATURES as FEATURES_OF_NVFP4
+from engine.kernels.nvfp4 import nvfp4_defines, nvfp4_shared_bytes
 from engine.kernels.packed_rows import MOST_ROWS as MOST_ROWS_AT_ONCE
 from engine.kernels.packed_rows import packed_defines, packed_shape
 from engine.kernels.packed_tiles import tiled_defines, tiled_shape
@@ -114,6 +116,8 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from _attentions(head_dim, capability)
         yield from _attentions_decode(capability)
         yield from _packed(capability)
+    if capability[0] == 12:
+        yield from _products_in_nvfp4()
     for width in (384, 768, 1024, 2560, 4096, 5120):
         for residual in (0, 2):
             label = f"C {width}, RMS{', residual' * (residual > 0)}"
@@ -337,6 +341,15 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
             yield from tiled(n, k, rows, form)
     for rows in (16, 64):
         yield from tiled(4096, 4096, rows, Form(128))
+
+
+def _products_in_nvfp4() -> Iterator[Variant]:
+    """Each operation that follows, and both widths of a step."""
+    followed_by: FollowedBy
+    for k, followed_by in ((4096, "nothing"), (4096, "residual"), (4096, "swiglu"), (320, "residual")):
+        for dtype in (torch.bfloat16, torch.float16):
+            defines = nvfp4_defines(k, followed_by, dtype)
+            yield Variant("nvfp4", f"K {k}, followed by {followed_by}", defines, nvfp4_shared_bytes(k), FEATURES_OF_NVFP4)
 
 
 def _gemm_skinny(

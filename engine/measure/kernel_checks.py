@@ -15,12 +15,12 @@ from engine import kernels
 from engine.codes import E4M3_DIVISOR, Form
 from engine.devices import LEAST_CAPABILITY, is_8_bits
 from engine.draws import Row, uniform
-from engine.kernels import reference
+from engine.kernels import nvfp4, reference
 from engine.kernels.attention_decode import PAGE, DecodeWorkspace, decode_cluster, decode_items, most_items
 from engine.kernels.cache8 import Cache8, rounded, widened
 from engine.kernels.launch import is_hopper
 from engine.kernels.linear_packed import unpacked
-from engine.kernels.packed import Packed
+from engine.kernels.packed import Packed, pack
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, Shape, attention_tiles, hopper_shape, paged_tiles, tile_shapes
 from engine.model.quantized.kept import IN_BLOCKS, packed, to_four_bits
@@ -109,6 +109,8 @@ def cases(device: torch.device) -> Iterator[Case]:
     for dtype, least in LEAST_CAPABILITY.items():
         if capability >= least:
             yield from cases_in_8_bits(make, dtype) if is_8_bits(dtype) else cases_in_codes(make)
+    if capability[0] == 12:
+        yield from nvfp4_cases(make)
     if capability >= (8, 0):
         yield from attention_cases(make, capability)
         yield from paged_cases(make, capability)
@@ -271,6 +273,12 @@ def cases_in_codes(make: Maker) -> Iterator[Case]:
             yield Case("linear_packed", f"{rows} x 1024 x 4096, {form}", partial(_linear_of_form, make, rows, 4096, 1024, form))
     for form in _OTHER_FORMS:
         yield Case("embed_packed", f"{_NUM_TOKENS} x 1024, {form}", partial(_embed_packed, make, 512, 1024, form))
+
+
+def nvfp4_cases(make: Maker) -> Iterator[Case]:
+    """Also where the engine dequantises NVFP4, because its own check has failed."""
+    for rows in (150, 1024):
+        yield Case("linear_nvfp4", f"{rows} x 1024 x 4096", partial(_linear_nvfp4, make, rows, 4096, 1024))
 
 
 def attention_cases(make: Maker, capability: tuple[int, int]) -> Iterator[Case]:
@@ -451,6 +459,18 @@ def _linear_of_form(make: Maker, rows: int, n: int, k: int, form: Form) -> Resul
     x, values = make.normal(rows, k), unpacked(kept, torch.float32)
     low, exact = (reference.linear(each, values.to(each.dtype), None, 0.0) for each in (x, x.float()))
     return Results(kernels.linear_packed(x, kept), low, exact)
+
+
+def _linear_nvfp4(make: Maker, rows: int, n: int, k: int) -> Results:
+    """`low` is the exact product of the rounded x, rounded once. The rows' scales are powers of 2, so fp16 holds all scales."""
+    make.reset()
+    codes = (make.normal(n, k).float() * 2 + 8).clamp(0, 15).to(torch.uint8)
+    scales = (make.normal(n, k // 16).float().abs() * 64 + 16).to(torch.float8_e4m3fn).float()
+    row_scales = torch.full((n,), 2.0**-12, device=make.device)
+    kept = pack(codes, nvfp4.FORM, (scales * row_scales[:, None]).half(), row_scales=row_scales)
+    x, values = make.normal(rows, k), unpacked(kept, torch.float32)
+    exact = reference.linear_nvfp4(x, values)
+    return Results(nvfp4.linear_nvfp4(x, kept), exact.to(make.dtype), exact)
 
 
 def _embed_packed(make: Maker, n: int, k: int, form: Form) -> Results:

@@ -20,6 +20,7 @@ from engine.kernels.packed import Packed
 from engine.model import footprint
 from engine.model.folder import load_model_config
 from engine.model.layers.linear import PackedLinear, SideBySide
+from engine.model.quantized import kept
 from engine.model.quantized.kept import FORM, as_codes, joined, kept_form, packed, to_four_bits, why_not
 from engine.model.quantized.layout import Codes, EightBits
 from engine.model.quantized.scheme import Fp8
@@ -157,6 +158,32 @@ def test_the_footprint_counts_what_is_there(
     assert 0.85 * counted <= there <= counted
     assert kept_form(config.quantization) is not None
     assert there * 8 <= bits * values * 1.07
+
+
+def without_inputs(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json's entry for weights in NVFP4 whose inputs are in 16 bits."""
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": False}
+    return config | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}}
+
+
+@pytest.mark.parametrize(("name", "whole"), [("ct nvfp4", 1 / 8192), ("modelopt nvfp4", 1.3e-4)])
+def test_inputs_are_in_nvfp4_if_the_checkpoint_says_so(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: float
+) -> None:
+    """Only on a device that multiplies NVFP4. Here a CPU pretends to be one."""
+    folder = generator(tiny, name, tmp_path)
+    keep_on_a_cpu(monkeypatch)
+
+    def scales() -> list[torch.Tensor | None]:
+        return [each.weight.row_scales for each in matrices(Engine.load(folder, dtype="float32", device="cpu"))]
+
+    assert scales() == [None] * 8
+    monkeypatch.setattr(kept, "has_nvfp4", lambda device: True)
+    for found in scales():
+        assert found is not None
+        assert found.tolist() == pytest.approx([whole] * len(found))
+    change_config(folder, {"quantization_config": without_inputs(FORMS[name].config)})
+    assert scales() == [None] * 8
 
 
 def test_rounding_takes_the_best_scale_of_a_few() -> None:

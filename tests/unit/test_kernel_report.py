@@ -27,7 +27,7 @@ def test_every_kernel_compiles_for_every_chip_without_spilling(kernel_reports: "
     output, errors = kernel_reports.communicate()
     assert kernel_reports.returncode == 0, errors
     rows = [Row(**row) for row in json.loads(output.splitlines()[-1])]
-    assert {row.arch for row in rows} == {f"sm_{arch}" for arch in (80, 86, 89, 90, "90a", 100, 120, 121)}
+    assert {row.arch for row in rows} == {f"sm_{arch}" for arch in (80, 86, 89, 90, "90a", 100, 120, "120a", 121, "121a")}
     found = problems(rows)
     assert not found, "\n".join(found)
 

@@ -24,7 +24,7 @@ def read_compressed_tensors(parts: Parts, scheme: CompressedTensors) -> Codes | 
         parts.skip("input_zero_point")
         parts.skip("input_global_scale")
     if group.is_float and group.bits == 4:
-        return read_nvfp4(parts) if group.strategy == "tensor_group" else read_mxfp4(parts)
+        return read_nvfp4(parts, group.inputs_in_4_bits) if group.strategy == "tensor_group" else read_mxfp4(parts)
     return _read_packed(parts, group) if group.packed else _read_plain(parts, group)
 
 

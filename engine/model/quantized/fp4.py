@@ -12,15 +12,21 @@ from engine.model.quantized.parts import Parts
 from engine.model.quantized.scheme import MXFP4_GROUP, NVFP4_GROUP
 
 
-def read_nvfp4(parts: Parts) -> Codes:
-    """A matrix of compressed-tensors if it has a `weight_packed`, otherwise of ModelOpt."""
+def read_nvfp4(parts: Parts, activations: bool) -> Codes:
+    """A matrix of compressed-tensors if it has a `weight_packed`, otherwise of ModelOpt.
+
+    Args:
+        activations: whether config.json says that the inputs of the layer are in NVFP4, too.
+    """
     is_compressed = parts.has("weight_packed")
     codes = parts.take("weight_packed" if is_compressed else "weight", (torch.uint8,), (None, None))
     groups = parts.num_groups(2 * codes.shape[1], NVFP4_GROUP)
     scales = parts.take("weight_scale", (torch.float8_e4m3fn,), (len(codes), groups))
     whole = parts.take_one("weight_global_scale" if is_compressed else "weight_scale_2").float().view(())
-    scales = scales.double() * (whole.reciprocal() if is_compressed else whole)  # exact in fp64
-    return Codes(halves(codes), scales, is_float=True)
+    whole = whole.reciprocal() if is_compressed else whole
+    scales = scales.double() * whole  # exact in fp64
+    # A row of q, k and v, or of gate and up, keeps the scale of its matrix when the matrices are joined.
+    return Codes(halves(codes), scales, is_float=True, row_scales=whole.expand(len(codes)).clone() if activations else None)
 
 
 def read_mxfp4(parts: Parts) -> Codes:

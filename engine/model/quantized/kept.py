@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.codes import E4M3_DIVISOR, STRIP, Form
 from engine.errors import ModelError
+from engine.kernels.nvfp4 import has_nvfp4, recovers
 from engine.kernels.packed import Packed, pack
 from engine.kernels.quantize import Quantized
 from engine.model.quantized.layout import Blocks, Codes, EightBits, QuantizedMatrix
@@ -160,14 +161,22 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
     scales, codes = torch.cat([m.scales.float() for m in parts]), torch.cat([m.codes for m in parts])
     mins = [m.mins for m in parts if m.mins is not None]
     zeros = torch.cat([m.all_zeros for m in parts]) if any(m.zeros is not None for m in parts) else None
-    return replace(parts[0], codes=codes, scales=scales, zeros=zeros, mins=torch.cat(mins) if mins else None)
+    of_rows = [m.row_scales for m in parts if m.row_scales is not None]
+    rows = torch.cat(of_rows) if len(of_rows) == len(parts) else None
+    return replace(parts[0], codes=codes, scales=scales, zeros=zeros, mins=torch.cat(mins) if mins else None, row_scales=rows)
 
 
 def packed(matrix: Codes) -> Packed:
-    """The matrix in the kernels' order, scales and mins rounded to fp16. Zeros that all stand in the middle are left out."""
+    """The matrix in the kernels' order, scales and mins rounded to fp16. Zeros that all stand in the middle are left out.
+
+    So are the rows' scales of NVFP4, if the device does not multiply NVFP4, or if fp16 has lost a scale in e4m3.
+    """
     matrix = _without_middle_zeros(matrix)
     beside = matrix.zeros if matrix.mins is None else matrix.mins.to(torch.float16)
-    return pack(matrix.codes, matrix.form, matrix.scales.to(torch.float16), beside)
+    rows = matrix.row_scales
+    if rows is not None and not (has_nvfp4(matrix.codes.device) and recovers(matrix.scales, rows)):
+        rows = None
+    return pack(matrix.codes, matrix.form, matrix.scales.to(torch.float16), beside, rows)
 
 
 def _without_middle_zeros(matrix: Codes) -> Codes:

@@ -42,6 +42,8 @@ class Codes:
     mins: Tensor | None = None  # [N, G], any float dtype, instead of zeros
     is_float: bool = False  # codes are numbers, without zeros and mins
     order: Tensor | None = None  # [K] int64: stored column j is the model's column order[j]; None if the orders are equal
+    # [N] fp32, in NVFP4 whose inputs are in NVFP4, too: each scale is the product of a number in e4m3 and its row's scale.
+    row_scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,9 +65,10 @@ class Codes:
         return torch.full_like(self.scales, self.middle, dtype=torch.uint8) if self.zeros is None else self.zeros
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> "Codes":
-        """Applies the same change of rows, or of the device, to codes, scales, zeros and mins."""
+        """Applies the same change of rows, or of the device, to codes, scales, zeros, mins and the rows' scales."""
         zeros, mins = (None if each is None else change(each) for each in (self.zeros, self.mins))
-        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, mins=mins)
+        rows = None if self.row_scales is None else change(self.row_scales[:, None]).squeeze(1)
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, mins=mins, row_scales=rows)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if self.scales.dtype == torch.float64 else torch.float32

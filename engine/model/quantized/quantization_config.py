@@ -1,7 +1,8 @@
 """Reads config.json's `quantization_config` into a typed description of the checkpoint's storage of matrices.
 
 Keys that change values are honoured, or refused by name. Keys that only choose other engines' kernels are not read. Activations
-are not quantised by these keys, so the results are closer to the model before quantisation.
+are not quantised by these keys, so the results are closer to the model before quantisation. The exception is NVFP4 on a GPU with
+instructions for it (docs/decisions/082).
 """
 
 import re
@@ -147,12 +148,15 @@ def _read_awq(said: _Said) -> Awq:
 
 def _read_modelopt(said: _Said) -> ModelOpt:
     algorithm = said.one_of("quant_algo", "NVFP4", "FP8")
+    inputs_in_4_bits = algorithm == "NVFP4"
     if said.get("config_groups"):
         for name in (groups := said.below("config_groups")).values:
+            inputs_in_4_bits = inputs_in_4_bits and _has_inputs_in_4_bits(groups.below(name))
             weights = groups.below(name).below("weights")
             weights.one_of("num_bits", 4 if algorithm == "NVFP4" else 8)
             weights.one_of("group_size", *((NVFP4_GROUP,) if algorithm == "NVFP4" else (None,)))
-    return ModelOpt(algorithm, has_cache_scales=bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo")))
+    has_cache_scales = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
+    return ModelOpt(algorithm, has_cache_scales, inputs_in_4_bits)
 
 
 def _read_compressed_tensors(said: _Said) -> CompressedTensors:
@@ -189,6 +193,11 @@ _FP4: dict[str, tuple[Literal["tensor_group", "group"], int]] = {
 }
 
 
+def _has_inputs_in_4_bits(group: _Said) -> bool:
+    """Whether the group's `input_activations` are numbers of 4 bits. A group of weights alone has none."""
+    return bool(group.get("input_activations")) and group.below("input_activations").get("num_bits") == 4
+
+
 def _read_group(group: _Said, form: str) -> Group:
     weights, targets = group.below("weights"), group.names("targets")
     packed = form.endswith("pack-quantized")
@@ -201,7 +210,10 @@ def _read_group(group: _Said, form: str) -> Group:
         for key, value in (("num_bits", 4), ("strategy", strategy), ("group_size", columns)):
             weights.one_of(key, value)
         weights.one_of("symmetric", True, absent=True)
-        return Group(targets, 4, True, strategy, symmetric=True, packed=True, has_input_scales=has_input_scales)
+        in_4_bits = form == "nvfp4-pack-quantized" and _has_inputs_in_4_bits(group)
+        return Group(
+            targets, 4, True, strategy, symmetric=True, packed=True, has_input_scales=has_input_scales, inputs_in_4_bits=in_4_bits
+        )
     named = weights.one_of("strategy", *get_args(Strategy))
     return Group(
         targets=targets,

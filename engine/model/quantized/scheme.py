@@ -60,6 +60,7 @@ class ModelOpt:
 
     algorithm: Literal["NVFP4", "FP8"]
     has_cache_scales: bool  # as in `CompressedTensors`
+    inputs_in_4_bits: bool = False  # as in `Group`
 
     def values_a_code(self, module: str) -> int:
         return 2 if self.algorithm == "NVFP4" else 1
@@ -82,6 +83,7 @@ class Group:
     block: tuple[int, int] | None = None  # for strategy "block"
     reorders: bool = False
     has_input_scales: bool = False  # for static activations
+    inputs_in_4_bits: bool = False  # the inputs of the layers are in NVFP4, too
 
     def __str__(self) -> str:
         return f"{'float' if self.is_float else 'int'} of {self.bits} bits"
