@@ -32,8 +32,9 @@ ORDER = tuple(
     for half_of_block in range(2)
     for i in range(8)
 )
-# The matrix that is multiplied before the first use on a device: neither its rows nor those of x fill a tile.
-_TRIAL_N, _TRIAL_K, _TRIAL_M = 176, 320, 150
+# The matrix that is multiplied before the first use on a device. Neither its rows nor those of x fill a tile, and the ring of
+# stages wraps around.
+_TRIAL_N, _TRIAL_K, _TRIAL_M = 176, 640, 150
 _TRIAL_ERROR = 0.02  # of the largest result; codes at a wrong place make an error of about its size
 
 
@@ -71,7 +72,7 @@ def nvfp4_rows(x: Tensor, emulated: bool = False) -> Nvfp4Rows:
     codes = torch.empty(m, k // 8, dtype=torch.int32, device=x.device)
     scales = torch.empty(m, k // 16, dtype=torch.uint8, device=x.device)
     row_scale = torch.empty(m, dtype=torch.float32, device=x.device)
-    kernel = _kernel("nvfp4_rows", k, "nothing", x.dtype, x.device, emulated)
+    kernel = _kernel("nvfp4_rows", 1, "nothing", x.dtype, x.device, emulated)
     kernel(m, x, codes, scales, row_scale, k, x.stride(0))
     return Nvfp4Rows(codes, scales.view(torch.int32), row_scale)
 
@@ -94,7 +95,7 @@ def nvfp4_tiles(
     m, n = len(x.codes), len(weight)
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=dtype, device=x.codes.device) if out is None else out
-    kernel = _kernel("nvfp4_tiles", weight.k, followed_by, dtype, x.codes.device, emulated)
+    kernel = _kernel("nvfp4_tiles", per_step_of(weight.k), followed_by, dtype, x.codes.device, emulated)
     grid = -(-m // _ROWS), -(-n // _ROWS)
     kernel(grid, x.codes, x.scales, x.row_scale, weight.records, weight.row_scales, y, m, n, weight.k, y.stride(0))
     return y
@@ -114,27 +115,30 @@ def recovers(scales: Tensor, row_scales: Tensor) -> bool:
     return bool(are_numbers.all()) and torch.allclose(found.float(), scales.float() / row_scales[:, None], rtol=1e-5, atol=0)
 
 
-def nvfp4_defines(k: int, followed_by: FollowedBy, dtype: torch.dtype, emulated: bool = False) -> dict[str, int]:
-    per_step, stages = _step(k)
+def nvfp4_defines(per_step: int, followed_by: FollowedBy, dtype: torch.dtype, emulated: bool = False) -> dict[str, int]:
+    """`per_step`: from `per_step_of`."""
     return {
         **FORM.defines,
         "PER_STEP": per_step,
-        "STAGES": stages,
+        "STAGES": _stages(per_step),
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
         "EMULATED": int(emulated),
         "HALF": half(dtype),
     }
 
 
-def nvfp4_shared_bytes(k: int) -> int:
-    per_step, stages = _step(k)
-    return stages * _stage_bytes(per_step)
+def nvfp4_shared_bytes(per_step: int) -> int:
+    return _stages(per_step) * _stage_bytes(per_step)
 
 
-def _step(k: int) -> tuple[int, int]:
-    """(records of a strip in a step, steps in shared memory)."""
-    per_step = 2 if k % 128 == 0 else 1
-    return per_step, min(_MOST_STAGES, MAX_SHARED_BYTES // _stage_bytes(per_step))
+def per_step_of(k: int) -> int:
+    """The records of a strip in a step, for W [N, k]."""
+    return 2 if k % 128 == 0 else 1
+
+
+def _stages(per_step: int) -> int:
+    """Steps in shared memory."""
+    return min(_MOST_STAGES, MAX_SHARED_BYTES // _stage_bytes(per_step))
 
 
 def _stage_bytes(per_step: int) -> int:
@@ -143,9 +147,11 @@ def _stage_bytes(per_step: int) -> int:
 
 
 @cache
-def _kernel(entry: str, k: int, followed_by: FollowedBy, dtype: torch.dtype, device: torch.device, emulated: bool) -> Kernel:
-    threads, shared = (_ROW_THREADS, 0) if entry == "nvfp4_rows" else (_THREADS, nvfp4_shared_bytes(k))
-    defines = nvfp4_defines(k, followed_by, dtype, emulated)
+def _kernel(
+    entry: str, per_step: int, followed_by: FollowedBy, dtype: torch.dtype, device: torch.device, emulated: bool
+) -> Kernel:
+    threads, shared = (_ROW_THREADS, 0) if entry == "nvfp4_rows" else (_THREADS, nvfp4_shared_bytes(per_step))
+    defines = nvfp4_defines(per_step, followed_by, dtype, emulated)
     return Kernel("nvfp4", entry, defines, device, threads, shared, "" if emulated else FEATURES)
 
 

@@ -346,10 +346,10 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
 def _products_in_nvfp4() -> Iterator[Variant]:
     """Each operation that follows, and both widths of a step."""
     followed_by: FollowedBy
-    for k, followed_by in ((4096, "nothing"), (4096, "residual"), (4096, "swiglu"), (320, "residual")):
+    for per_step, followed_by in ((2, "nothing"), (2, "residual"), (2, "swiglu"), (1, "residual")):
+        label, shared = f"{64 * per_step} columns a step, followed by {followed_by}", nvfp4_shared_bytes(per_step)
         for dtype in (torch.bfloat16, torch.float16):
-            defines = nvfp4_defines(k, followed_by, dtype)
-            yield Variant("nvfp4", f"K {k}, followed by {followed_by}", defines, nvfp4_shared_bytes(k), FEATURES_OF_NVFP4)
+            yield Variant("nvfp4", label, nvfp4_defines(per_step, followed_by, dtype), shared, FEATURES_OF_NVFP4)
 
 
 def _gemm_skinny(

@@ -139,7 +139,7 @@ INSTRUCTION = "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k6
 def ptx(emulated: bool) -> str:
     status, program = nvrtc.nvrtcCreateProgram(whole_source("nvfp4").encode(), b"nvfp4.cu", 0, [], [])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
-    defines = nvfp4_defines(4096, "residual", torch.bfloat16, emulated)
+    defines = nvfp4_defines(2, "residual", torch.bfloat16, emulated)
     options = [b"-arch=compute_90" if emulated else b"-arch=compute_120a", b"-std=c++17", b"-default-device"]
     options += [f"-D{name}={value}".encode() for name, value in defines.items()]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
