@@ -29,6 +29,7 @@ from engine.kernels.gemm_hopper import gemm_hopper
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape
 from engine.kernels.launch import Kernel
 from engine.kernels.norm import norm_defines
+from engine.kernels.nvfp4 import nvfp4_rows, nvfp4_tiles, trial
 from engine.kernels.packed import pack
 from engine.kernels.packed_rows import PackedShape, packed_rows, unpack
 from engine.kernels.packed_tiles import packed_tiles, padded, tiled_shape
@@ -50,6 +51,7 @@ LAUNCHERS = (
     "gemm_hopper",
     "gemm_skinny",
     "norm",
+    "nvfp4",
     "pool",
     "quantize",
     "rope",
@@ -59,8 +61,8 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 22
-    for variant in report.variants((9, 0)):
+    assert len(seen) == 24
+    for variant in (*report.variants((9, 0)), *report.variants((12, 0))):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
     assert all(seen.values()), "each source has a variant, and no entry is without parameters"
@@ -275,6 +277,10 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
         in_codes = skinny_shape(len(weight), weight.k, 16, 132, weight.form)
         assert in_codes is not None
         gemm_skinny(x, weight, in_codes, "residual", torch.ones(3, len(weight), dtype=BF16))
+    weight, rows_of_x = trial(torch.device("cpu"))
+    in_nvfp4, wide_y = nvfp4_rows(rows_of_x), torch.ones(len(rows_of_x), 2 * len(weight), dtype=BF16)
+    nvfp4_tiles(in_nvfp4, weight, BF16, "residual", wide_y[:, : len(weight)])
+    nvfp4_tiles(nvfp4_rows(rows_of_x.half()), weight, FP16, "swiglu")
     for dtype in (BF16, FP16):
         kernels.embed_packed(ids, mins, dtype)
         kernels.embed_packed(ids, mins, dtype, ids)
