@@ -87,6 +87,16 @@ def test_rows_are_rounded_as_the_reference_says(k: int, dtype: torch.dtype) -> N
         assert torch.equal(found.row_scale, row_scale)
 
 
+def test_bands_of_rows() -> None:
+    """More rows than the 2,048 that are computed with all of W before the next ones. The last band is not full."""
+    weight, w = matrix(272, 128)
+    for m in (2048, 2049, 4500):
+        x = rows(m, 128, torch.bfloat16)
+        low, exact = F.linear(rounded(x).bfloat16(), w.bfloat16()), F.linear(rounded(x), w)
+        with poisoned():
+            assert_as_close_as_torch(linear(x, weight), low, exact)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("follows", ["nothing", "residual", "swiglu"])
 @pytest.mark.parametrize(("n", "k"), SIZES)

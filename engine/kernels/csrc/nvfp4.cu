@@ -23,7 +23,8 @@
 // words of a record are neighbours.
 //
 // A block computes 128 rows of W and 128 rows of x. cp.async brings W and x into a ring of STAGES stages. W is fetched before the
-// kernel before has ended. Blocks that run at the same time share rows of W.
+// kernel before has ended. The blocks of 2,048 rows of x follow one another, so that these rows stay in the L2 cache while all of W is
+// read.
 // Floor: 2 M N K operations at the rate of e2m1; N * K * 5 / 8 bytes of W, M * K * 9 / 16 bytes of x, 2 * M * N bytes of y.
 typedef unsigned char u8;
 constexpr int W_WARPS = 4, X_WARPS = 2, THREADS = 32 * W_WARPS * X_WARPS;
@@ -34,6 +35,7 @@ constexpr int PART = PER_STEP * RECORD, UNITS = PART / 16;          // of a stri
 constexpr u32 W_BYTES = STRIPS * PART, X_BYTES = ROWS * VECTORS * 16, STAGE = W_BYTES + X_BYTES + ROWS * PER_STEP * 4;
 static_assert(GROUP == 16 && FLOATS, "the scales are those of NVFP4");
 constexpr int AHEAD = STAGES - 1;  // steps to fetch ahead
+constexpr int BAND = 16;           // blocks of rows of x that are computed with all of W before the next ones
 constexpr int ROW_THREADS = 128;   // of a row in nvfp4_rows
 constexpr float MOST_CODE = 6.f, MOST_SCALE = 448.f;
 constexpr float LEAST = 1e-30f;  // the least largest value of a row: the reciprocal of its scale is finite
@@ -208,7 +210,9 @@ nvfp4_tiles(const int* __restrict__ x, const int* __restrict__ x_scales, const f
     const u32 stages = address_of(ring);
     const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int strips = static_cast<int>(n_) / 16, chunks = static_cast<int>(k_) / 64, steps = chunks / PER_STEP;
-    const int first_row = blockIdx.x * ROWS, first_strip = blockIdx.y * STRIPS;
+    const int block = blockIdx.y * gridDim.x + blockIdx.x, band = block / (BAND * gridDim.y);
+    const int wide = min(BAND, static_cast<int>(gridDim.x) - band * BAND), in_band = block - band * BAND * gridDim.y;
+    const int first_row = (band * BAND + in_band % wide) * ROWS, first_strip = in_band / wide * STRIPS;
     auto strip_of = [&](int r) { return first_strip + warp % W_WARPS * TALL + r; };
 
     let_next_begin();
