@@ -21,7 +21,7 @@ from engine.model.config import ModelConfig
 from engine.model.footprint import MemoryKind, body_parameters, footprint, num_quantized
 from engine.model.quantized.scheme import Gguf
 from loadtests.generate import BATCHES, PREFILL
-from loadtests.packed_models import CONTEXT, PUBLISHED, ROUNDED, TOKENS
+from loadtests.packed_models import CONTEXT, PUBLISHED, TOKENS
 from loadtests.report import RESULTS, write
 
 BODIES = {"BERT-base": "BAAI/bge-base-en-v1.5"}  # published models with the same layers as the measured ones
@@ -79,10 +79,9 @@ def in_codes(results: dict[str, Any]) -> list[dict[str, Any]]:
     for title, measured in results["tables"].items():
         model = title.removesuffix(", random weights")
         for row in measured:
-            if row["layers"] not in ROUNDED:
-                config = _with_form(
-                    CATALOGUE[model], next(form for form in PUBLISHED.values() if row["layers"].startswith(f"{form}, as"))
-                )
+            form = next((form for form in PUBLISHED.values() if row["layers"].startswith(f"{form}, as")), None)
+            if form is not None:
+                config = _with_form(CATALOGUE[model], form)
                 for streams, tokens in TOKENS.items():
                     rate = decode_tokens_per_s(config, torch.bfloat16, H200, streams, CONTEXT + tokens // 2)
                     rows.append(_compared(model, row["layers"], streams, row[f"{streams} streams, tokens/s"], rate))
