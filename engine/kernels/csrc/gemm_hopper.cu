@@ -35,6 +35,7 @@ constexpr int ACCUMULATORS = BLOCK_N / 2;
 constexpr int SLICE = 64, SLICES = 2;  // columns of a slice, and slices of a warpgroup that are in shared memory at one time
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
 constexpr int RELEASING = BLOCKS ? 32 : 128;  // threads that release a stage together: a warp reads scales when its sums are done
+static_assert(!THROUGH_SHARED || BLOCK_N % (FOLLOWED_BY == 2 ? 2 * SLICE : SLICE) == 0, "a tile has whole slices");
 static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N == 128), "more columns need too many registers");
 #if THROUGH_SHARED
 typedef TensorMap Results;  // of y, 64 rows and 128 bytes a box
@@ -231,7 +232,13 @@ __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const Te
 #pragma unroll
     for (int slice = 0; slice < BLOCK_N / GATED / SLICE; ++slice) {
         const u32 shared = slices + slice % SLICES * SLICE_BYTES;
-        if (thread == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(SLICES - 1) : "memory");
+        if (thread == 0) {
+            // With an odd number of slices the last slice of the tile before lies where the first one goes.
+            if (slice == 0 && BLOCK_N / GATED / SLICE % SLICES != 0)
+                asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+            else
+                asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(SLICES - 1) : "memory");
+        }
         named_sync(group, 128);  // the results before have left this place
 #pragma unroll
         for (int i = 0; i < SLICE / 8; i += 2) {
