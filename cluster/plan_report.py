@@ -19,8 +19,7 @@ from cluster.slots import GATEWAY_CPUS
 from cluster.throughput import Basis, speed_of
 from engine.devices import DTYPES, DtypeName
 from engine.model.config import ModelConfig
-from engine.model.footprint import HOST_BYTES, keeps_e4m3, most_bits_kept, num_quantized
-from engine.model.quantized.kept import in_codes
+from engine.model.footprint import HOST_BYTES, keeps_e4m3, kept_in_codes, num_quantized
 from engine.model.slower_in_8_bits import slower_in_8_bits
 
 FILE_HEADER = """\
@@ -227,8 +226,7 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
     dequantised = f"dequantised at load, so it takes the memory of {dtype}"
-    most_bits = most_bits_kept(shape, DTYPES[dtype])
-    values, _ = in_codes(shape.quantization, all_values := num_quantized(shape), shape.layers, most_bits)
+    all_values, (values, _) = num_quantized(shape), kept_in_codes(shape, DTYPES[dtype])
     if keeps_e4m3(shape, DTYPES[dtype]):
         return f"GPUs of compute capability 9.0 keep its values in e4m3, on others it is {dequantised}"
     if not values:

@@ -167,13 +167,21 @@ def layer_bytes_saved(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> 
 
 def codes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int, int]:
     """The number of values of the layers' matrices that are in codes after loading, and their bytes."""
-    all_values, values, num_bytes = num_quantized(config), 0, 0
-    if on_gpu and (most_bits := most_bits_kept(config, dtype)):
-        values, num_bytes = in_codes(config.quantization, all_values, config.layers, most_bits)
-    if on_gpu and dtype == INT4:  # the other matrices are rounded to 4 bits
-        num_bytes += bytes_of_codes(all_values - values, FORM)
-        values = all_values
+    if not on_gpu:
+        return 0, 0
+    values, num_bytes = kept_in_codes(config, dtype)
+    if dtype == INT4:  # the other matrices are rounded to 4 bits
+        num_bytes += bytes_of_codes(num_quantized(config) - values, FORM)
+        values = num_quantized(config)
     return values, num_bytes
+
+
+def kept_in_codes(config: ModelConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """The number of values of the layers' matrices that a GPU keeps in the checkpoint's codes, and their bytes."""
+    most_bits, shapes = most_bits_kept(config, dtype), _shapes(config)
+    if not most_bits:
+        return 0, 0
+    return in_codes(config.quantization, shapes.num_quantized, shapes.columns, config.layers, most_bits)
 
 
 def word_bytes(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> int:
@@ -226,7 +234,9 @@ def most_bits_kept(config: ModelConfig, dtype: torch.dtype) -> int:
 
 def keeps_e4m3(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether Hopper keeps the layers of a checkpoint in e4m3 as they are in `dtype`, if their shapes allow it."""
-    return config.generation is not None and dtype == torch.float8_e4m3fn and kept_form(config.quantization) == IN_BLOCKS
+    if config.generation is None or dtype != torch.float8_e4m3fn:
+        return False
+    return kept_form(config.quantization, _shapes(config).columns) == IN_BLOCKS
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

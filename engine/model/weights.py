@@ -78,6 +78,7 @@ class ShapeCounter:
         self.num_multiplied = 0  # parameters of the matrices, which are used for each token
         # Values and rows of the layers' matrices, and the values of the largest matrix.
         self.num_quantized, self.num_scales, self.most_quantized = 0, 0, 0
+        self.columns = 0  # the greatest common divisor of the columns of these matrices
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         pass
@@ -113,6 +114,7 @@ class ShapeCounter:
         self.num_quantized += weight.numel()
         self.num_scales += len(weight)
         self.most_quantized = max(self.most_quantized, weight.numel())
+        self.columns = math.gcd(self.columns, weight.shape[1])
         return weight
 
     def derive(self, shape: tuple[int, ...], compute: Callable[[], Tensor]) -> Tensor:

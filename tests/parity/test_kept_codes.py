@@ -35,8 +35,8 @@ STAYS = ("awq 64", "gptq v1", "gptq v2", "ct int4 64", "ct int4 64 asymmetric", 
          "ct fp8 channel", "ct fp8 tensor", "modelopt fp8")  # fmt: skip
 
 
-def generator(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm") -> Path:
-    folder, _ = quantize(tiny(kind, **SHAPE), FORMS[name], at)
+def generator(tiny: Tiny, name: str, at: Path, kind: str = "qwen3_lm", **shape: int) -> Path:
+    folder, _ = quantize(tiny(kind, **SHAPE | shape), FORMS[name], at)
     (folder / "1_Pooling" / "config.json").unlink()
     (folder / "1_Pooling").rmdir()
     change_config(folder, {"eos_token_id": None})
@@ -187,6 +187,22 @@ def test_inputs_are_in_nvfp4_if_the_checkpoint_says_so(
     assert scales() == [None] * 8
 
 
+def test_the_footprint_of_blocks_that_end_within_a_group(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of 192 columns have groups of 64. The estimate counts such groups in the others, too."""
+    folder = generator(tiny, "fp8 blocks", tmp_path, hidden_size=192)
+    config = load_model_config(folder)
+    values, counted = footprint.kept_in_codes(config, torch.bfloat16)
+    assert values == footprint.num_quantized(config)
+    assert counted == values * 33 // 32
+    assert not footprint.keeps_e4m3(config, torch.float8_e4m3fn)
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    kept = Engine.load(folder, dtype="float32", device="cpu")
+    there = sum(layer.weight.records.nbytes for layer in matrices(kept))
+    assert 0.98 * counted <= there <= counted
+    np.testing.assert_allclose(log_probs(kept), expected, atol=4e-3)
+
+
 def test_rounding_takes_the_best_scale_of_a_few() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(32, 256, generator=generator)
@@ -243,8 +259,24 @@ def test_what_of_8_bits_does_not_become_codes() -> None:
     assert why_not(too_large, 8) == "scales that float16 does not hold"
 
 
-def test_a_checkpoint_with_layers_in_16_bits_is_planned_in_16_bits() -> None:
-    assert kept_form(Fp8((128, 128), False, ignores_layers=True)) is None
+@pytest.mark.parametrize(
+    ("names", "in_16_bits"),
+    [
+        (["lm_head", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm"], False),
+        (["lm_head", "model.layers.0.mlp.down_proj"], True),
+        (None, False),
+    ],
+)
+def test_fp8_with_layers_in_16_bits_is_planned_in_16_bits(
+    tiny: Tiny, tmp_path: Path, names: list[str] | None, in_16_bits: bool
+) -> None:
+    """The files decide which matrices stay in e4m3. Without them a plan cannot count those that do not."""
+    folder = generator(tiny, "fp8 blocks", tmp_path)
+    change_config(folder, {"quantization_config": FORMS["fp8 blocks"].config | {"modules_to_not_convert": names}})
+    scheme = load_model_config(folder).quantization
+    assert isinstance(scheme, Fp8)
+    assert scheme.ignores_layers == in_16_bits
+    assert (kept_form(scheme) is None) == in_16_bits
 
 
 FP8_BLOCKS = ("fp8 blocks", "fp8 tensor", "ct fp8 blocks", "ct fp8 tensor", "modelopt fp8")

@@ -96,8 +96,12 @@ def in_e4m3(matrix: Codes) -> Quantized:
     return Quantized(matrix.codes.view(torch.float8_e4m3fn), ones, block_scale)
 
 
-def kept_form(scheme: Quantization | None) -> Form | None:
-    """The form of a checkpoint's layers if all of them stay in their codes. None for others."""
+def kept_form(scheme: Quantization | None, columns: int = _SIDE) -> Form | None:
+    """The form of a checkpoint's layers if all of them stay in their codes. None for others.
+
+    Args:
+        columns: a divisor of the columns of all matrices.
+    """
     form = None
     match scheme:
         case Gptq(group_size=int(columns), reorders=False):
@@ -107,43 +111,44 @@ def kept_form(scheme: Quantization | None) -> Form | None:
         case ModelOpt(algorithm="NVFP4"):
             form = Form(NVFP4_GROUP, is_float=True)
         case ModelOpt(algorithm="FP8"):
-            form = _form_of_blocks(None, is_float=True)
+            form = _form_of_blocks(None, columns, is_float=True)
         case Fp8(ignores_layers=False):
-            form = _form_of_blocks(scheme.block, is_float=True)
+            form = _form_of_blocks(scheme.block, columns, is_float=True)
         case CompressedTensors(groups=(Group(targets=targets, reorders=False) as group,), ignore=ignore):
             if "Linear" in targets and set(ignore) <= {"lm_head"}:
-                form = _form_of(group)
+                form = _form_of(group, columns)
     return form if form is not None and form.fits(_SIDE, _SIDE) else None
 
 
-def _form_of(group: Group) -> Form | None:
+def _form_of(group: Group, columns: int) -> Form | None:
     if group.is_float and group.bits == 4:
         return Form(NVFP4_GROUP if group.strategy == "tensor_group" else MXFP4_GROUP, is_float=True)
     if not group.packed:
         block = (1, group.group_size) if group.group_size is not None else group.block
-        return _form_of_blocks(block, group.is_float) if group.symmetric else None
+        return _form_of_blocks(block, columns, group.is_float) if group.symmetric else None
     if group.is_float or group.group_size is None:
         return None
     return Form(group.group_size, group.bits, None if group.symmetric else "zeros")
 
 
-def _form_of_blocks(block: tuple[int, int] | None, is_float: bool) -> Form | None:
+def _form_of_blocks(block: tuple[int, int] | None, columns: int, is_float: bool) -> Form | None:
     """The form of matrices in 8 bits. `block` None: rows, or whole matrices, have one scale."""
-    columns = _group_of_blocks(_SIDE if block is None else block[1], _SIDE)
-    return None if columns is None else Form(columns, 8, is_float=is_float)
+    group = _group_of_blocks(columns if block is None else block[1], columns)
+    return None if group is None else Form(group, 8, is_float=is_float)
 
 
-def in_codes(scheme: Quantization | None, values: int, layers: range, most_bits: int) -> tuple[int, int]:
+def in_codes(scheme: Quantization | None, values: int, columns: int, layers: range, most_bits: int) -> tuple[int, int]:
     """(values that can stay in their codes, their bytes then) of a checkpoint's matrices in these layers.
 
     Args:
         values: the number of values of all matrices of the layers.
+        columns: as in `kept_form`.
         most_bits: as in `why_not`.
     """
     if isinstance(scheme, Gguf):
         found = [each for layer in layers for each in scheme.kept[layer]]
     else:
-        form = kept_form(scheme)
+        form = kept_form(scheme, columns)
         found = [] if form is None else [(form, values)]
     kept = [(form, number) for form, number in found if form.bits <= most_bits]
     return sum(number for _, number in kept), sum(bytes_of_codes(number, form) for form, number in kept)

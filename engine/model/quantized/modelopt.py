@@ -12,8 +12,6 @@ from engine.model.quantized.scheme import Fp8, ModelOpt
 
 def read_modelopt(parts: Parts, scheme: ModelOpt) -> Codes | EightBits:
     parts.skip("input_scale")
-    return (
-        read_nvfp4(parts, scheme.inputs_in_4_bits)
-        if scheme.algorithm == "NVFP4"
-        else read_fp8(parts, Fp8(None, has_input_scales=False))
-    )
+    if scheme.algorithm == "NVFP4":
+        return read_nvfp4(parts, scheme.inputs_in_4_bits)
+    return read_fp8(parts, Fp8(None, has_input_scales=False))
