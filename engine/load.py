@@ -158,6 +158,8 @@ def load_layers(folder: Path, config: ModelConfig, dtype: torch.dtype, device: t
 
 
 def _prepare_for(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if config.generation is not None and config.generation.tied:
+        checkpoint.take_words_from_head()
     checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
     checkpoint.most_bits_kept = memory.most_bits_kept(config, dtype) if multiplies_codes(device) else 0
     checkpoint.keeps_e4m3 = memory.keeps_e4m3(config, dtype) and is_hopper(device)

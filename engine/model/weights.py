@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Values of a tied head that are compared with the word embeddings at a time.
 _COMPARED_VALUES = 1 << 24
+_WORDS = "embed_tokens.weight"  # a decoder's word embeddings
 
 
 class WeightSource(Protocol):
@@ -198,6 +199,14 @@ class Checkpoint:
                 self._prefix = prefix
                 return
         raise ModelError(f"{self.folder}: no tensor named {' or '.join(prefix + probe for prefix in prefixes)}")
+
+    def take_words_from_head(self) -> None:
+        """Lets a tied head stand for the word embeddings if the files have only the head, as transformers does.
+
+        A file has a tensor that two modules share only once, and some programs keep the head's name.
+        """
+        if "lm_head.weight" in self._file_of and not any(name.endswith(_WORDS) for name in self._file_of):
+            self._file_of[f"model.{_WORDS}"] = self._file_of.pop("lm_head.weight")
 
     def has(self, name: str) -> bool:
         return self._full(name) is not None

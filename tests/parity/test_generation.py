@@ -136,6 +136,24 @@ def test_a_stored_head_is_tied_only_if_it_equals_the_words(
     assert_log_probabilities(engine, folder)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_tied", "gemma3_tied"])
+def test_a_tied_head_may_be_stored_instead_of_the_words(generator: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    folder = shutil.copytree(generator(kind), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert_log_probabilities(load(folder), folder)
+
+
+def test_words_are_not_taken_from_a_head_that_is_not_tied(generator: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(generator("llama_lm"), tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"no tensor named embed_tokens\.weight or model\.embed_tokens\.weight"):
+        load(folder)
+
+
 @pytest.mark.parametrize("kind", ["llama_lm", "qwen3_tied", "gemma3_tied"])
 def test_log_probabilities_are_transformers_own(generator: Callable[[str], Path], kind: str) -> None:
     folder = generator(kind)
