@@ -26,7 +26,7 @@ from engine.model.base import Model
 from engine.model.config import Backend, DenseConfig, GenerationConfig, HeadConfig, ModelConfig, Pooling, WordHeadConfig
 from engine.model.families import Transformers, family_of
 from engine.model.folder import load_model_config, read_no_words
-from engine.model.weights import Checkpoint
+from engine.model.weights import Checkpoint, Kept
 from engine.run import reserve
 from engine.run.network import Network
 from engine.run.pack import BatchPacker
@@ -125,7 +125,7 @@ def load(
     tokenizer = Tokenizer.load(folder, config)
     family, wide = family_of(config), compute_dtype(dtype)
     with Checkpoint(folder, device, dtype, on_progress, config.quantization) as checkpoint:
-        _prepare_for(checkpoint, config, dtype, device)
+        _configure(checkpoint, config, dtype)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         if config.part is None:  # otherwise the cut has compared each stage with its device
             reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, device.type == "cuda"), device, str(folder))
@@ -153,16 +153,20 @@ def load(
 def load_layers(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Model:
     """Loads the layers of `config.part`, which is not the first stage. Raises: ModelError with the file and what to do."""
     with current(device), Checkpoint(folder, device, dtype, None, config.quantization) as checkpoint:
-        _prepare_for(checkpoint, config, dtype, device)
+        _configure(checkpoint, config, dtype)
         return family_of(config)(config, checkpoint)
 
 
-def _prepare_for(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def _configure(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
     if config.generation is not None and config.generation.tied:
         checkpoint.take_words_from_head()
     checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)
-    checkpoint.most_bits_kept = memory.most_bits_kept(config, dtype) if multiplies_codes(device) else 0
-    checkpoint.keeps_e4m3 = memory.keeps_e4m3(config, dtype) and is_hopper(device)
+    most_bits, e4m3 = memory.most_bits_kept(config, dtype), memory.keeps_e4m3(config, dtype)
+
+    def kept_on(device: torch.device) -> Kept:
+        return Kept(most_bits if multiplies_codes(device) else 0, e4m3 and is_hopper(device))
+
+    checkpoint.kept_on = kept_on
 
 
 def _elsewhere(config: ModelConfig) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """x W^T of rows and matrices in 8 bits, in bf16, with the operations around it.
 
 On Hopper up to 256 rows of e4m3 and 512 of int8 go through `gemm_skinny`. More rows of int8 go through `gemm_hopper`, and so do
-more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products, except those with
-scales of blocks, which only our kernels take.    docs/decisions/023, 067, 071 and 081.
+more rows of e4m3 before SwiGLU or a residual. Both fuse the next operation. cuBLAS computes all other products. Only our kernels
+take scales of blocks; wide matrices with such scales go through `gemm_hopper` from 129 rows on.
+docs/decisions/023, 067, 071 and 081.
 
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """

@@ -171,20 +171,26 @@ def _passes(device: torch.device) -> bool:
 
 
 def _trial_error(device: torch.device) -> float:
-    """The largest error of a product, as a share of the largest result. NaN if a result is NaN."""
+    """The largest error of two products, as a share of the largest result. NaN if a result is NaN.
+
+    The products have steps of one and of two records.
+    """
+    errors = []
     with torch.cuda.device(device), torch.inference_mode():
-        weight, x = trial(device)
-        exact = reference.linear_nvfp4(x, unpack(weight, torch.bfloat16).float())
-        found = linear_nvfp4(x, weight).float()
-        return float((found - exact).abs().max() / exact.abs().max())
+        for k in (_TRIAL_K, _TRIAL_K // 2):
+            weight, x = trial(device, k)
+            exact = reference.linear_nvfp4(x, unpack(weight, torch.bfloat16).float())
+            found = linear_nvfp4(x, weight).float()
+            errors.append((found - exact).abs().max() / exact.abs().max())
+        return float(torch.stack(errors).max())
 
 
-def trial(device: torch.device) -> tuple[Packed, Tensor]:
-    """A small matrix, each of whose rows has another scale, and x in bf16. The random numbers are always the same."""
+def trial(device: torch.device, k: int = _TRIAL_K) -> tuple[Packed, Tensor]:
+    """A small matrix [N, k], each of whose rows has another scale, and x in bf16. The random numbers are always the same."""
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (_TRIAL_N, _TRIAL_K), generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(_TRIAL_N, _TRIAL_K // 16, generator=generator) * 400 + 40).to(torch.float8_e4m3fn).float()
+    codes = torch.randint(0, 16, (_TRIAL_N, k), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(_TRIAL_N, k // 16, generator=generator) * 400 + 40).to(torch.float8_e4m3fn).float()
     row_scales = (torch.rand(_TRIAL_N, generator=generator) + 0.5) / 8192
-    x = torch.randn(_TRIAL_M, _TRIAL_K, generator=generator).bfloat16()
+    x = torch.randn(_TRIAL_M, k, generator=generator).bfloat16()
     both = (scales * row_scales[:, None]).half().to(device)
     return pack(codes.to(device), FORM, both, row_scales=row_scales.to(device)), x.to(device)

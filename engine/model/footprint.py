@@ -15,7 +15,7 @@ from engine.model.config import MOST_BATCH_TOKENS as MOST_BATCH_TOKENS
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
-from engine.model.quantized.kept import FORM, IN_BLOCKS, bytes_of_codes, in_codes, kept_form
+from engine.model.quantized.kept import FORM, bytes_of_codes, has_e4m3, in_codes
 from engine.model.quantized.scheme import Gguf
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
@@ -233,10 +233,8 @@ def most_bits_kept(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def keeps_e4m3(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether Hopper keeps the layers of a checkpoint in e4m3 as they are in `dtype`, if their shapes allow it."""
-    if config.generation is None or dtype != torch.float8_e4m3fn:
-        return False
-    return kept_form(config.quantization, _shapes(config).columns) == IN_BLOCKS
+    """Whether Hopper keeps matrices of a checkpoint in e4m3 as they are in `dtype`, if their shapes and scales allow it."""
+    return config.generation is not None and dtype == torch.float8_e4m3fn and has_e4m3(config.quantization)
 
 
 def _decoding_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

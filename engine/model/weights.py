@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, overload
@@ -123,6 +124,17 @@ class ShapeCounter:
         return torch.empty(shape, device=self.device, dtype=self.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The matrices that stay in their codes, if a device's kernels take them."""
+
+    most_bits: int = 0  # those in codes of up to so many bits
+    e4m3: bool = False  # instead of these, those in e4m3, for products in 8 bits
+
+    def __bool__(self) -> bool:
+        return self.most_bits > 0 or self.e4m3
+
+
 class Checkpoint:
     """The tensors of one model folder, from one file or several shards. Use it as a context manager."""
 
@@ -144,8 +156,7 @@ class Checkpoint:
         """
         self.folder, self.device, self.dtype = folder, device, compute_dtype(dtype)
         self.decodes = False
-        self.most_bits_kept = 0  # matrices in codes of up to so many bits stay so, if the kernels take them
-        self.keeps_e4m3 = False  # with `dtype` float8, a checkpoint's matrices in e4m3 stay so, if the kernels take them
+        self.kept_on: Callable[[torch.device], Kept] = lambda _: Kept()  # what stays in its codes on a device
         self._quantized = dtype if dtype != self.dtype else None
         # On a GB10, copies to the GPU from a file's mapping were measured at 0.1 to 0.5 GB/s.
         self._leaves_mapping = is_integrated(device)
@@ -227,7 +238,7 @@ class Checkpoint:
 
         So `--dtype int4` rounds no words.
         """
-        if not self.most_bits_kept:
+        if not self._kept.most_bits:
             return self.take_embedding(name, rows, columns)
         found = self._read(name, (rows, columns), keeps=True)
         if isinstance(found, Tensor):
@@ -264,7 +275,7 @@ class Checkpoint:
 
     def take_matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | Codes:
         """A layer's matrix, from one tensor or several stacked along their rows. It is in codes if all of them stay so."""
-        if not self._keeps:
+        if not self._kept:
             return self.take_rows(names, rows, columns) if len(names) > 1 else self.take(names[0], rows[0], columns)
         parts = [self._read(name, (count, columns), keeps=True) for name, count in zip(names, rows, strict=True)]
         kept = [part for part in parts if isinstance(part, Codes) and self._why_not(part) is None]
@@ -281,7 +292,7 @@ class Checkpoint:
 
     def take_matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> list[Tensor | Codes]:
         """The same as `take_matrix`, for layers that may be computed separately. Neighbours of one kind are stacked."""
-        if not self._keeps:
+        if not self._kept:
             return [self.take_matrix(names, rows, columns)]
         found: list[Tensor | Codes] = []
         for name, count in zip(names, rows, strict=True):
@@ -298,7 +309,7 @@ class Checkpoint:
         Raises: ModelError for a shape that 4 or 8 bits refuse.
         """
         if isinstance(weight, Codes):
-            return in_e4m3(weight) if self.keeps_e4m3 else packed(weight)
+            return in_e4m3(weight) if self._kept.e4m3 else packed(weight)
         if self._quantized == INT4:
             rounded = to_four_bits(weight)
             return packed(rounded) if weight.is_cuda else rounded.dequantized(weight.dtype)
@@ -382,12 +393,12 @@ class Checkpoint:
         return tensor
 
     @property
-    def _keeps(self) -> bool:
-        return self.most_bits_kept > 0 or self.keeps_e4m3
+    def _kept(self) -> Kept:
+        return self.kept_on(self.device)
 
     def _why_not(self, matrix: QuantizedMatrix) -> str | None:
         """The reason why a layer's matrix does not stay in its codes. None if it does."""
-        return why_not_in_e4m3(matrix) if self.keeps_e4m3 else why_not(matrix, self.most_bits_kept)
+        return why_not_in_e4m3(matrix) if self._kept.e4m3 else why_not(matrix, self._kept.most_bits)
 
     def _matrix(self, file: WeightFile, stored: str) -> Tensor | QuantizedMatrix:
         if isinstance(file, QuantizedFiles):

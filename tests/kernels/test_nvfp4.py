@@ -189,7 +189,7 @@ def test_many_rows_of_a_layer_are_rounded(normed: bool, monkeypatch: pytest.Monk
 
 
 def test_the_trial_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And notices a wrong product: the scales of rows, the scales of groups, or the halves of a byte of x are exchanged."""
+    """It fails if the scales of rows, the scales of groups, or the halves of a byte of x are exchanged."""
     monkeypatch.setattr(nvfp4, "linear_nvfp4", linear)
     error = nvfp4._trial_error(DEVICE)
     assert error < nvfp4._TRIAL_ERROR / 2

@@ -2,6 +2,7 @@
 
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +18,16 @@ from tiny_quantized import FORMS, change_config, change_tensors, quantize
 from engine import Engine, ModelError, devices, load
 from engine.hub import EMBEDDED_GENERATOR, EMBEDDED_MODEL
 from engine.kernels.packed import Packed
+from engine.kernels.quantize import quantize_weight
 from engine.model import footprint
 from engine.model.folder import load_model_config
-from engine.model.layers.linear import PackedLinear, SideBySide
+from engine.model.layers.linear import Linear, PackedLinear, SideBySide
+from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.quantized import kept
 from engine.model.quantized.kept import FORM, as_codes, joined, kept_form, packed, to_four_bits, why_not
 from engine.model.quantized.layout import Codes, EightBits
 from engine.model.quantized.scheme import Fp8
+from engine.model.weights import Checkpoint, Kept
 from engine.options import SamplingOptions
 
 Tiny = Callable[..., Path]
@@ -194,7 +198,6 @@ def test_the_footprint_of_blocks_that_end_within_a_group(tiny: Tiny, tmp_path: P
     values, counted = footprint.kept_in_codes(config, torch.bfloat16)
     assert values == footprint.num_quantized(config)
     assert counted == values * 33 // 32
-    assert not footprint.keeps_e4m3(config, torch.float8_e4m3fn)
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
     keep_on_a_cpu(monkeypatch)
     kept = Engine.load(folder, dtype="float32", device="cpu")
@@ -248,7 +251,7 @@ def test_blocks_of_8_bits_become_groups(block: tuple[int, int], group: int, dtyp
     assert torch.equal(found.dequantized(torch.float32), matrix.dequantized(torch.float32))
 
 
-def test_what_of_8_bits_does_not_become_codes() -> None:
+def test_matrices_in_8_bits_that_do_not_become_codes() -> None:
     codes = torch.ones(16, 192).to(torch.float8_e4m3fn)
     assert isinstance(as_codes(EightBits(codes, torch.ones(1, 24), (128, 8))), EightBits)
     assert isinstance(as_codes(EightBits(codes, torch.ones(1, 2), (128, 100))), EightBits)
@@ -257,6 +260,11 @@ def test_what_of_8_bits_does_not_become_codes() -> None:
     assert why_not(no_number, 8) == "values that are no numbers"
     too_large = as_codes(EightBits(codes, torch.full((1, 2), 300.0), (128, 128)))
     assert why_not(too_large, 8) == "scales that float16 does not hold"
+    whole_numbers = torch.ones(16, 192, dtype=torch.int8)
+    assert why_not(as_codes(EightBits(whole_numbers, torch.linspace(1, 2, 16)[:, None] * 1e-7, (1, 192))), 8) is not None
+    with_a_small_row = torch.full((16, 1), 1e-3)
+    with_a_small_row[3] = 1e-8
+    assert why_not(as_codes(EightBits(whole_numbers, with_a_small_row, (1, 192))), 8) is None
 
 
 @pytest.mark.parametrize(
@@ -279,10 +287,19 @@ def test_fp8_with_layers_in_16_bits_is_planned_in_16_bits(
     assert (kept_form(scheme) is None) == in_16_bits
 
 
+@pytest.mark.parametrize("name", ["modelopt fp8", "modelopt nvfp4"])
+@pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
+def test_modelopt_with_layers_in_16_bits_is_planned_in_16_bits(tiny: Tiny, tmp_path: Path, name: str, key: str) -> None:
+    folder = generator(tiny, name, tmp_path)
+    for names, in_16_bits in ((["lm_head", "*embed_tokens*"], False), (["lm_head", "model.layers.1*"], True)):
+        change_config(folder, {"quantization_config": FORMS[name].config | {key: names}})
+        assert (kept_form(load_model_config(folder).quantization) is None) == in_16_bits
+
+
 FP8_BLOCKS = ("fp8 blocks", "fp8 tensor", "ct fp8 blocks", "ct fp8 tensor", "modelopt fp8")
 
 
-@pytest.mark.parametrize("name", FP8_BLOCKS)
+@pytest.mark.parametrize("name", ["fp8 blocks", "ct fp8 tensor"])
 def test_float8_keeps_a_checkpoints_values_on_hopper(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -309,6 +326,47 @@ def test_float8_keeps_a_checkpoints_values_on_hopper(
         ),
     )
     assert there == 2 * values - footprint.bytes_saved(config, torch.float8_e4m3fn, on_gpu=True)
+
+
+def test_float8_keeps_the_values_of_most_matrices(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has one matrix in 16 bits. The engine rounds it. K and V keep their values beside it."""
+    layer = "model.layers.0.self_attn.q_proj"
+    folder, _ = quantize(tiny("qwen3_lm", **SHAPE), FORMS["fp8 blocks"], tmp_path, plain_layers=(layer,))
+    shutil.rmtree(folder / "1_Pooling")
+    change_config(folder, {"eos_token_id": None})
+    change_config(folder, {"quantization_config": FORMS["fp8 blocks"].config | {"modules_to_not_convert": [layer]}})
+    exact = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})
+    rounded = Engine.load(folder, dtype="float8", device="cpu")
+    monkeypatch.setattr(load, "is_hopper", lambda device: True)
+    kept = Engine.load(folder, dtype="float8", device="cpu")
+    in_blocks = [layer.weight.block_scale is not None for layer in matrices(kept)]
+    assert in_blocks.count(False) == 1
+    errors = [np.abs(log_probs(each) - exact).mean() for each in (kept, rounded)]
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_what_is_pending_is_added_once() -> None:
+    """Q, K and V of different kinds are separate layers in 8 bits. Each of them would add it."""
+    torch.manual_seed(0)
+    parts = [Linear.of(quantize_weight(torch.randn(16, 32), torch.float8_e4m3fn)) for _ in range(3)]
+    value, pending, norm = torch.randn(4, 32).bfloat16(), torch.randn(4, 32).bfloat16(), RMSNorm(torch.ones(32).bfloat16(), 1e-6)
+    stream = Residual(value.clone(), pending)
+    found = SideBySide(parts).normed(stream, norm)
+    assert torch.equal(stream.value, value + pending)
+    expected = torch.cat([part.normed(Residual(value + pending), norm) for part in parts], dim=1)
+    assert (found - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
+def test_each_device_of_a_pipeline_decides_for_itself(tiny: Tiny, tmp_path: Path) -> None:
+    """Cards of a pipeline may be of different kinds."""
+    folder = generator(tiny, "fp8 blocks", tmp_path)
+    with Checkpoint(folder, torch.device("cpu"), torch.float8_e4m3fn) as checkpoint:
+        checkpoint.kept_on = lambda device: Kept(e4m3=device.type == "meta")
+        assert not checkpoint._kept
+        with checkpoint.on(torch.device("meta")) as other:
+            assert other._kept.e4m3
+        assert not checkpoint._kept
 
 
 def test_float8_rounds_what_is_not_e4m3_in_blocks(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def with_nvfp4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("with_nvfp4")
 def test_joined_matrices_keep_their_scales() -> None:
-    """As of q, k and v. The rows of gate and up alternate."""
+    """q, k and v are joined. Gate and up are joined, and their rows alternate."""
     parts = [nvfp4_codes(32, 1e-3), nvfp4_codes(16, 2.5e-3)]
     whole = joined(parts)
     assert whole is not None

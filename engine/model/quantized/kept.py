@@ -31,11 +31,12 @@ IN_BLOCKS = Form(128, 8, is_float=True)  # of most FP8 checkpoints
 _FACTORS = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 _STEP_VALUES = 1 << 22  # values that are rounded at a time
 _SIDE = 1 << 12  # of a matrix that fits any form that the kernels take
+_SCALE_ERROR = 2**-9  # as large as bf16's rounding of a value
 _GROUPS_OF_BLOCKS = (128, 64, 32, 16)  # columns that share a scale, for matrices with a scale for a block, a row or all values
 
 
 def as_codes(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """A matrix in int8 or e4m3 in the layout of codes, with the same values. Others, and those that do not fit, as they are."""
+    """Brings a matrix in int8 or e4m3 into the layout of codes, with the same values. Other matrices stay as they are."""
     if not isinstance(matrix, EightBits) or matrix.zeros is not None:
         return matrix
     n, k = matrix.shape
@@ -70,12 +71,27 @@ def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
         return f"{matrix.bits} bits"
     if not matrix.form.fits(*matrix.shape):
         return f"{matrix.form}, {matrix.shape[0]} x {matrix.shape[1]} values"
-    held = [each.float().abs() <= torch.finfo(torch.float16).max for each in (matrix.scales, matrix.mins) if each is not None]
-    if not all(bool(each.all()) for each in held):
+    if not all(_fits_float16(each) for each in (matrix.scales, matrix.mins) if each is not None):
         return "scales that float16 does not hold"
     if matrix.is_float and matrix.bits == 8 and bool((matrix.codes & 127 == 127).any()):
         return "values that are no numbers"
     return None
+
+
+def _fits_float16(scales: Tensor) -> bool:
+    """Whether float16 changes no scale, or min, by more than a small part of the largest one."""
+    exact = scales.float()
+    return bool(((exact.to(torch.float16).float() - exact).abs() <= _SCALE_ERROR * exact.abs().max()).all())
+
+
+def has_e4m3(scheme: Quantization | None) -> bool:
+    """Whether a checkpoint has matrices in e4m3."""
+    match scheme:
+        case Fp8() | ModelOpt(algorithm="FP8"):
+            return True
+        case CompressedTensors(groups=groups):
+            return any(group.is_float and group.bits == 8 for group in groups)
+    return False
 
 
 def why_not_in_e4m3(matrix: QuantizedMatrix) -> str | None:
@@ -108,9 +124,9 @@ def kept_form(scheme: Quantization | None, columns: int = _SIDE) -> Form | None:
             form = Form(columns, scheme.bits, "zeros" if scheme.bits == 4 or not scheme.symmetric else None)
         case Awq(group_size=int(columns)):
             form = Form(columns, beside="zeros")
-        case ModelOpt(algorithm="NVFP4"):
+        case ModelOpt(algorithm="NVFP4", ignores_layers=False):
             form = Form(NVFP4_GROUP, is_float=True)
-        case ModelOpt(algorithm="FP8"):
+        case ModelOpt(algorithm="FP8", ignores_layers=False):
             form = _form_of_blocks(None, columns, is_float=True)
         case Fp8(ignores_layers=False):
             form = _form_of_blocks(scheme.block, columns, is_float=True)

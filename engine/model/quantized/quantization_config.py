@@ -121,8 +121,11 @@ def _read_fp8(said: _Said) -> Fp8:
     said.one_of("fmt", "e4m3", "float8_e4m3fn", None)
     activations = said.one_of("activation_scheme", "dynamic", "static", absent="dynamic")
     block = None if said.get("weight_block_size") is None else said.block("weight_block_size")
-    layers = [name for name in said.names("modules_to_not_convert") if not name.endswith(_NO_LAYERS)]
-    return Fp8(block, has_input_scales=activations == "static", ignores_layers=bool(layers))
+    return Fp8(block, activations == "static", _ignores_layers(said.names("modules_to_not_convert")))
+
+
+def _ignores_layers(names: Iterable[str]) -> bool:
+    return any(not name.rstrip("*").endswith(_NO_LAYERS) for name in names)
 
 
 def _read_gptq(said: _Said) -> Gptq:
@@ -156,7 +159,8 @@ def _read_modelopt(said: _Said) -> ModelOpt:
             weights.one_of("num_bits", 4 if algorithm == "NVFP4" else 8)
             weights.one_of("group_size", *((NVFP4_GROUP,) if algorithm == "NVFP4" else (None,)))
     has_cache_scales = bool(said.get("kv_cache_scheme") or said.get("kv_cache_quant_algo"))
-    return ModelOpt(algorithm, has_cache_scales, inputs_in_4_bits)
+    ignored = (*said.names("ignore"), *said.names("exclude_modules"))
+    return ModelOpt(algorithm, has_cache_scales, inputs_in_4_bits, _ignores_layers(ignored))
 
 
 def _read_compressed_tensors(said: _Said) -> CompressedTensors:

@@ -61,6 +61,7 @@ class ModelOpt:
     algorithm: Literal["NVFP4", "FP8"]
     has_cache_scales: bool  # as in `CompressedTensors`
     inputs_in_4_bits: bool = False  # as in `Group`
+    ignores_layers: bool = False  # as in `Fp8`
 
     def values_a_code(self, module: str) -> int:
         return 2 if self.algorithm == "NVFP4" else 1
