@@ -2,7 +2,7 @@
 
 python tests/kernel_reports.py KNOWN
 
-The script compiles every variant for sm_120; no chip has less shared memory. For each other chip it compiles every sixth
+The script compiles every variant for sm_120; no chip has less shared memory. For each other chip it compiles every eighth
 variant, and the first variant of each kernel. This takes two to six minutes of a core. `emberforge kernels` compiles all
 variants. `tests/conftest.py` starts this script beside the first test, because the tests that start Ray mostly wait.
 
@@ -33,7 +33,7 @@ _MODULE = Path(kernel_compiler.__file__)
 
 
 WHOLE = ((12, 0),)
-_EVERY = 6
+_EVERY = 8
 
 
 class Remembered:
