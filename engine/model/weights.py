@@ -126,10 +126,10 @@ class ShapeCounter:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The matrices that stay in their codes, if a device's kernels take them."""
+    """The matrices that stay in their codes on a device, if its kernels take them."""
 
-    most_bits: int = 0  # those in codes of up to so many bits
-    e4m3: bool = False  # instead of these, those in e4m3, for products in 8 bits
+    most_bits: int = 0  # codes of up to so many bits stay
+    e4m3: bool = False  # only codes in e4m3 stay, for products in 8 bits
 
     def __bool__(self) -> bool:
         return self.most_bits > 0 or self.e4m3

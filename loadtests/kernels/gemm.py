@@ -85,6 +85,10 @@ def ours(
     return lambda _: gemm_hopper(x, w, follows, residual, x_scale, w_scale, block_n)
 
 
+def row(model: str, tokens: int, product: str, follows: FollowedBy, rates: dict[str, Any]) -> dict[str, Any]:
+    return {"model": model, "tokens": tokens, "product": product, "followed by": follows} | rates
+
+
 def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     for model, its in LAYERS.items():
         for m in TOKENS[dtype]:
@@ -98,11 +102,7 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
                 chosen = best_block_n(m, n, k, follows, num_sms(given[0].device)) if in_16_bits else None
                 fastest = min(mine, key=mine.__getitem__)
                 flops = 2 * m * n * k / 1e12
-                yield {
-                    "model": model,
-                    "tokens": m,
-                    "product": name,
-                    "followed by": follows,
+                rates = {
                     "cuBLAS alone": flops / alone,
                     "cuBLAS and what follows": flops / theirs,
                     "ours": flops / mine[fastest],
@@ -110,6 +110,7 @@ def measure(dtype: torch.dtype) -> Iterator[dict[str, Any]]:
                     "columns of a tile": fastest,
                     "the engine's choice": chosen or "cuBLAS",
                 }
+                yield row(model, m, name, follows, rates)
                 layer["cuBLAS"] += theirs
                 layer["used"] += mine[chosen] if chosen else theirs
             print(model, m, {who: f"{1e6 * seconds:.0f} us a layer" for who, seconds in layer.items()}, flush=True)
@@ -121,24 +122,15 @@ def in_blocks() -> Iterator[dict[str, Any]]:
         for m in TOKENS[torch.float8_e4m3fn]:
             for name, n, k, follows in its:
                 x, w, x_scale, _ = operands(m, n, k, torch.float8_e4m3fn)
-                y, block_scale = (
-                    torch.zeros(m, n, device="cuda", dtype=torch.bfloat16),
-                    torch.rand(k // 128, n // 8, device="cuda"),
-                )
+                y = torch.zeros(m, n, device="cuda", dtype=torch.bfloat16)
+                block_scale = torch.rand(k // 128, n // 8, device="cuda")
                 scales = torch.rand(k // 128, m, device="cuda").t(), torch.rand(n // 128, k // 128, device="cuda").t()
                 residual = y if follows == "residual" else None
                 theirs = seconds_of(lambda _: torch._scaled_mm(x, w.t(), *scales, out_dtype=torch.bfloat16))  # noqa: B023
                 mine = seconds_of(lambda _: gemm_hopper(x, w, follows, residual, x_scale, block_scale=block_scale))  # noqa: B023
                 flops = 2 * m * n * k / 1e12
-                yield {
-                    "model": model,
-                    "tokens": m,
-                    "product": name,
-                    "followed by": follows,
-                    "cuBLAS alone": flops / theirs,
-                    "ours, with what follows": flops / mine,
-                    "ours / cuBLAS": theirs / mine,
-                }
+                rates = {"cuBLAS alone": flops / theirs, "ours, with what follows": flops / mine, "ours / cuBLAS": theirs / mine}
+                yield row(model, m, name, follows, rates)
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ The products are measured alone and as a chain of layers. Chains of layers in 8 
 python -m loadtests.kernels.packed
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -91,21 +91,18 @@ def product8(x: MaybeQuantized, weight: Quantized, follows: FollowedBy, y: Tenso
     return (kernels.linear8_swiglu if follows == "swiglu" else kernels.linear8)(x, weight, norm, 1e-6)
 
 
-def in_8_bits(bandwidth: float, dtype: torch.dtype) -> list[dict[str, Any]]:
-    def matrix(n: int, k: int) -> Quantized:
-        return quantize_weight(random(n, k) / k**0.5, dtype)
-
-    return list(chains(bandwidth, ROWS_IN_8_BITS, matrix, lambda w: w.values.nbytes, product8))
+def rounded(n: int, k: int, dtype: torch.dtype) -> Quantized:
+    return quantize_weight(random(n, k) / k**0.5, dtype)
 
 
-def in_blocks(bandwidth: float) -> list[dict[str, Any]]:
-    """A checkpoint's values in e4m3. 8 rows and 128 columns share a scale."""
+def with_block_scale(n: int, k: int) -> Quantized:
+    """A matrix like that of a checkpoint in e4m3. 8 rows and 128 columns share a scale."""
+    weight = rounded(n, k, torch.float8_e4m3fn)
+    block_scale = weight.scale.mean().expand(k // 128, n // 8).contiguous()
+    return Quantized(weight.values, torch.ones_like(weight.scale), block_scale)
 
-    def matrix(n: int, k: int) -> Quantized:
-        rounded = quantize_weight(random(n, k) / k**0.5, torch.float8_e4m3fn)
-        block_scale = rounded.scale.mean().expand(k // 128, n // 8).contiguous()
-        return Quantized(rounded.values, torch.ones_like(rounded.scale), block_scale)
 
+def in_8_bits(bandwidth: float, matrix: Callable[[int, int], Quantized]) -> list[dict[str, Any]]:
     return list(chains(bandwidth, ROWS_IN_8_BITS, matrix, lambda w: w.values.nbytes, product8))
 
 
@@ -120,8 +117,9 @@ def main() -> None:
         matrix = partial(packed, form=form)
         table = chains(bandwidth, ROWS_OF_OTHER_FORMS, matrix, lambda w: w.records.nbytes, product, ("8B",))
         tables[f"The 8B in {form}, as {kind}"] = list(table)
-    tables |= {f"The same in {name}": in_8_bits(bandwidth, DTYPES[name]) for name in ("int8", "float8")}
-    tables["The same in float8 with scales of blocks"] = in_blocks(bandwidth)
+    for name in ("int8", "float8"):
+        tables[f"The same in {name}"] = in_8_bits(bandwidth, partial(rounded, dtype=DTYPES[name]))
+    tables["The same in float8 with scales of blocks"] = in_8_bits(bandwidth, with_block_scale)
     notes = [
         f"{FORM} if nothing else is said; qkv and gate_up normalise x first, out and down add to what is there, gate_up ends in "
         "SwiGLU",

@@ -86,7 +86,7 @@ struct Ring {
 };
 
 // Arrives at the barrier of block `rank` of the cluster, with the scope of a block. Cluster scope would wait for all of memory.
-// It is not needed: only TMA and wgmma access what another block fetches for this one. A block reads only its own scales itself.
+// It is not needed: only TMA and wgmma access the data that another block fetches for this one. A block fetches its scales itself.
 __device__ __forceinline__ void arrive_at(u64& barrier, u32 rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, address(&barrier))) : "memory");
 }

@@ -33,8 +33,18 @@ __device__ __forceinline__ u32 load_word(u32 shared) {
 __device__ __forceinline__ void load_words(u32 (&x)[4], u32 shared) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(shared));
 }
+__device__ __forceinline__ void load_pair(u32 (&x)[2], u32 shared) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(shared));
+}
 // For the kernels that fetch records with cp.async, and whose blocks exchange sums in memory.
 __device__ __forceinline__ u32 address_of(const void* shared) { return static_cast<u32>(__cvta_generic_to_shared(shared)); }
+template <int BYTES>
+__device__ __forceinline__ void copy_async(u32 shared, const void* global) {
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT>
 __device__ __forceinline__ void copy_wait() {
@@ -73,7 +83,7 @@ struct Words {
 #if BITS == 8
         load_words(high, record + LOW_CODES + half * 512 + lane * 16);
 #elif BITS == 6
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(high[0]), "=r"(high[1]) : "r"(record + LOW_CODES + half * 256 + lane * 8));
+        load_pair(high, record + LOW_CODES + half * 256 + lane * 8);
 #elif BITS == 5
         high[0] = load_word(record + LOW_CODES + half * 128 + lane * 4);
 #endif
@@ -86,11 +96,11 @@ struct Words {
 #pragma unroll
         for (int i = 0; i < HIGH; ++i) high[i] = reinterpret_cast<const u32*>(record + LOW_CODES + half * 128 * HIGH)[lane * HIGH + i];
     }
-    // The bits above the low four of pair `pair`, at bits 4 and 20, among other bits.
-    __device__ __forceinline__ u32 high_of(int pair) const {
+    // The bits above the low four of pair `pair`, at bits `at` and at + 16, among other bits.
+    __device__ __forceinline__ u32 high_of(int pair, int at = 4) const {
         constexpr int PAIRS = 16 / (HIGH > 0 ? HIGH : 1);
         const u32 word = high[pair / PAIRS];
-        return moved(word, 4 - HIGH * (pair % PAIRS));
+        return moved(word, at - HIGH * (pair % PAIRS));
     }
     // The pair of codes - zeros, or of floats, exact. `minus`: from `minus_of`.
     __device__ __forceinline__ u32 values_of(int pair, u32 minus) const {
@@ -99,9 +109,9 @@ struct Words {
 #if FLOATS && BITS == 8
         // Read as bf16, e4m3 is 2^120 times too small. Read as fp16, it is e4m3 / 256.
         constexpr int MANTISSA = HALF ? 7 : 4;
-        const u32 upper = high[pair / 4];  // sign, and all bits of the exponent but the lowest
-        u32 value = and_or<0x00070007u << (MANTISSA + 4)>(moved(upper, MANTISSA + 4 - at), moved(word, MANTISSA - at) & (0x000f000fu << MANTISSA));
-        value = and_or<SIGNS>(upper << (12 - at), value);
+        // The low four bits are the mantissa and the lowest bit of the exponent.
+        u32 value = and_or<0x00070007u << (MANTISSA + 4)>(high_of(pair, MANTISSA + 4), moved(word, MANTISSA - at) & (0x000f000fu << MANTISSA));
+        value = and_or<SIGNS>(high_of(pair, 12), value);
         return HALF ? value : fma_pair(value, 0x77807780u, SIGNS);
 #elif FLOATS
         // Exponent and mantissa of e2m1, read as those of bf16 or fp16, are 2^126 or 2^14 times too small.

@@ -145,6 +145,19 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
     return x;
 }
 
+// The same for the largest value.
+template <int WARPS>
+__device__ __forceinline__ float block_largest(float x, float* scratch) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, step));
+    if (WARPS == 1) return x;
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) x = larger(x, scratch[i]);
+    return x;
+}
+
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -165,7 +178,7 @@ __device__ __forceinline__ float silu_of(float x) { return x / (1.f + __expf(-x)
 // The division has an error of at most 2 ulp. The exact division would limit the kernel's speed.
 __device__ __forceinline__ float silu_fast(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// The results of kernels whose 16-row operand has rows of W: packed_tiles.cu and nvfp4.cu. A lane has the sums of rows lane / 4 and
+// packed_tiles.cu and nvfp4.cu write their results with these functions. Their 16-row operand has rows of W. A lane has the sums of rows lane / 4 and
 // lane / 4 + 8 of W, and of rows lane % 4 * 2 and lane % 4 * 2 + 1 of eight rows of x.
 #ifdef FOLLOWED_BY
 // The address in y of a lane's two columns of `strip`, for eight rows of x from `first_row` on. Null past the end of y.

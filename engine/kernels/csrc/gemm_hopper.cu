@@ -263,7 +263,7 @@ __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const Te
         const int to = column / GATED + slice * SLICE;
         if (thread == 0) {
             if (row < m && to < n / GATED) store_box(y, shared, to, row);
-            asm volatile("cp.async.bulk.commit_group;" ::: "memory");  // an empty one, too, because the waits count groups
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");  // a group may be empty; the waits count groups
         }
     }
 }

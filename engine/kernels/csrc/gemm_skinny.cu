@@ -255,7 +255,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
             for (int i = 0; i < 4; ++i)
                 product(part, descriptor(stage + group * 64 * WIDTH + i * 32), descriptor(stage + W_BYTES + i * 32), i > 0);
             products_commit();
-            // Of the rows of W that this thread's sums have: eight rows share a scale. The last warpgroup may have fewer rows.
+            // Eight rows of W share a scale. A thread has sums of two such groups. The last warpgroup may have fewer rows.
             const int strip = min(group * 4 + thread / 32, STRIPS - 1);
             const float2 scale = *reinterpret_cast<const float2*>(&shared.block_scale[ring.stage][strip * 2]);
             products_wait<0>();

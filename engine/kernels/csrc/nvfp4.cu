@@ -78,12 +78,7 @@ nvfp4_rows(const u16* __restrict__ x, int* __restrict__ codes, u8* __restrict__ 
         float values[16];
         most = larger(most, load(values, group));
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, step));
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ROW_THREADS / 32; ++i) most = larger(most, scratch[i]);
+    most = block_largest<ROW_THREADS / 32>(most, scratch);
     if (most > 0.f) most = fmaxf(most, LEAST);  // NaN stays NaN
     const float scale = most * (1.f / (MOST_CODE * MOST_SCALE)), factor = scale > 0.f ? 1.f / scale : 0.f;
     if (threadIdx.x == 0) row_scale[row] = scale;
@@ -145,16 +140,6 @@ __device__ __forceinline__ void mma_scaled(float (&c)[4], const u32 (&a)[4], u32
 #endif
 }
 
-template <int BYTES>
-__device__ __forceinline__ void copy_async(u32 shared, const void* global) {
-    if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
-}
-__device__ __forceinline__ void load_pair(u32 (&x)[2], u32 shared) {
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(shared));
-}
 // The offset of one vector of a row of x in a stage. Eight rows' vectors are in different banks.
 __device__ __forceinline__ u32 vector_at(int row, int vector) { return (row * VECTORS + (vector ^ (row / (8 / VECTORS) % VECTORS))) * 16; }
 

@@ -33,13 +33,6 @@ struct alignas(16) Shared {
     bool is_last;
 };
 
-template <int BYTES>
-__device__ __forceinline__ void copy_async(u32 shared, const unsigned char* global) {
-    if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES) : "memory");
-}
 __device__ __forceinline__ float load_of_blocks_1(const float* x) {
     float v;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(x) : "memory");

@@ -27,10 +27,6 @@ static_assert(PART % 16 == 0, "a copy takes 16 bytes");
 static_assert(!MINS || TALL == 1, "registers hold the sums of x for one strip");
 constexpr int AHEAD = STAGES - 1;  // steps to fetch ahead
 
-__device__ __forceinline__ void copy_async(u32 shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // The offset in a box of one vector of 16 bytes of a row.
 __device__ __forceinline__ u32 in_box(int row, int vector) { return row * 128 + ((vector ^ (row & 7)) << 4); }
 
@@ -139,7 +135,7 @@ packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __r
         for (int i = 0; i < (TALL * UNITS + 31) / 32; ++i) {
             const int unit_of_warp = i * 32 + lane, r = unit_of_warp / UNITS;
             const int strip = min(strip_of(tile, r), strips - 1);  // past the end the last strip is copied, but not used
-            if (unit_of_warp < TALL * UNITS) copy_async(to + unit_of_warp * 16, from + strip * strip_bytes + (unit_of_warp - r * UNITS) * 16);
+            if (unit_of_warp < TALL * UNITS) copy_async<16>(to + unit_of_warp * 16, from + strip * strip_bytes + (unit_of_warp - r * UNITS) * 16);
         }
     };
     auto fetch_x = [&](int unit, int stage) {
@@ -148,7 +144,7 @@ packed_tiles(const u16* __restrict__ x, const int* __restrict__ packed, u16* __r
 #pragma unroll
         for (int i = 0; i < (ROWS * VECTORS + THREADS - 1) / THREADS; ++i) {
             const int at = i * THREADS + threadIdx.x, row = at / VECTORS, vector = at % VECTORS;
-            if (row < m) copy_async(x_stages + stage * X_BYTES + vector / 8 * X_BOX + in_box(row, vector % 8), x + row * x_stride + step * COLUMNS + vector * 8);
+            if (row < m) copy_async<16>(x_stages + stage * X_BYTES + vector / 8 * X_BOX + in_box(row, vector % 8), x + row * x_stride + step * COLUMNS + vector * 8);
         }
     };
     for (int i = 0; i < AHEAD; ++i)

@@ -14,17 +14,6 @@ constexpr int VECTORS = (COLUMN_VECTORS + ROW_THREADS - 1) / ROW_THREADS;
 constexpr float MOST = INT8 ? 127.f : 448.f;
 constexpr float LEAST = 1e-35f;  // the least largest value of a row: MOST divided by less is infinite, and infinity times 0 is NaN
 
-__device__ __forceinline__ float block_largest(float x, float* scratch) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, step));
-    if (ROW_WARPS == 1) return x;
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < ROW_WARPS; ++i) x = larger(x, scratch[i]);
-    return x;
-}
-
 // The Hadamard transform of BLOCK values, eight in each of BLOCK / 8 neighbouring lanes, without the division by sqrt(BLOCK).
 __device__ __forceinline__ void rotate(float (&y)[8], int lane) {
 #pragma unroll
@@ -125,7 +114,7 @@ quantize(u16* __restrict__ x, const u16* __restrict__ pending, const u16* __rest
 #pragma unroll
         for (int e = 0; e < 8; ++e) most = larger(most, fabsf(y[i][e]));
     }
-    most = block_largest(most, scratch[1]);
+    most = block_largest<ROW_WARPS>(most, scratch[1]);
     if (most > 0.f) most = fmaxf(most, LEAST);  // NaN stays NaN
     const float factor = most > 0.f ? MOST / most : 0.f;
 #pragma unroll

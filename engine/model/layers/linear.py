@@ -248,7 +248,7 @@ class SideBySide(Linear):
         return torch.cat([part(x) for part in self.parts], dim=1)
 
     def normed(self, x: Residual, norm: RMSNorm) -> Tensor:
-        if x.pending is not None:  # it is added once
+        if x.pending is not None:  # each part would add it
             return self(norm.of_sum(x))
         return torch.cat([part.normed(x, norm) for part in self.parts], dim=1)
 

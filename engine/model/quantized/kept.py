@@ -52,7 +52,7 @@ def as_codes(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def _group_of_blocks(columns: int, k: int) -> int | None:
-    """The columns of a group such that no group is in two blocks of so many columns of a matrix with k. None if there is none."""
+    """The largest group that divides a matrix of k columns, and its blocks of `columns`. None if no group does."""
     return next((each for each in _GROUPS_OF_BLOCKS if not k % each and (columns >= k or not columns % each)), None)
 
 
@@ -96,8 +96,10 @@ def has_e4m3(scheme: Quantization | None) -> bool:
 
 def why_not_in_e4m3(matrix: QuantizedMatrix) -> str | None:
     """Returns the reason why Hopper's products in e4m3 do not take a matrix as the checkpoint has it. None if they do."""
-    if not isinstance(matrix, Codes) or matrix.form != IN_BLOCKS:
-        return str(matrix.form) if isinstance(matrix, Codes) else "another layout"
+    if not isinstance(matrix, Codes):
+        return "another layout"
+    if matrix.form != IN_BLOCKS:
+        return str(matrix.form)
     n, _ = matrix.shape
     if n % 32:
         return f"{n} rows, no multiple of 32"
