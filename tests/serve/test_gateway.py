@@ -173,8 +173,8 @@ def test_a_replica_that_dies_takes_no_request_with_it(troubled: httpx.Client, di
         assert died.exists()
         lines = [(each["process"], each["message"][:23]) for each in lines_of(server_log, answer.headers["x-request-id"])]
         assert lines[:2] == [("replica of dying", "last words"), ("gateway", "dying: attempt 1 failed")]
-        for process, message in lines[2:]:  # if this request is the first that the other replica gets after the death
-            assert (process, message[2:]) == ("replica of dying", "requests were in flig")
+        # The second attempt may still try the dead replica's address first, and the other replica may hear of the death with it.
+        assert not [message for _, message in lines[2:] if "attempt" in message]
         assert {each.result().status_code for each in others} == {200}
 
 
