@@ -44,6 +44,7 @@ def embed_packed(token_ids: Tensor, words: Packed, dtype: torch.dtype, last: Ten
         dtype: of the result.
     Returns: [T, C].
     """
+    assert words.order is None, "words keep the order of their columns"
     if not runs_in(words.records.device, dtype):
         return reference.embed_packed(token_ids, words.records, words.form, dtype, last)
     out = torch.empty(len(token_ids), words.k, dtype=dtype, device=words.records.device)

@@ -5,6 +5,8 @@ On Hopper these are `gemm_skinny`, and `few_rows` for up to 16 or 32 rows of som
 if K is no multiple of 128. For more rows W is first written out in 16 bits, and `linear` multiplies it (docs/decisions/046, 062,
 066 and 070). If W has `row_scales`, x is rounded to NVFP4 instead, and `nvfp4` multiplies it with W's codes (docs/decisions/082).
 Of the head of a language model a part is written out at a time (docs/decisions/068).
+
+If the records have W's columns in another order, x is brought into this order first. Most checkpoints do not need that.
 """
 
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ _LARGE, _MOST_ROWS_OF_LARGE = 1 << 23, 128  # the least number of values of a la
 
 def linear_packed(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """x W^T. x [T, K], weight [N, K] -> [T, N]. With `norm` [K], the weight of an RMSNorm, x is normalised first."""
+    x, norm = _reordered(x, weight, norm, eps)
     if not _is_few(x, weight):
         if _takes_nvfp4(x, weight):
             return linear_nvfp4(_normalized(x, norm, eps), weight)
@@ -46,6 +49,7 @@ def linear_packed_in_parts(x: Tensor, weight: Packed) -> Tensor:
     """
     if not runs_on(x) or _is_few(x, weight):
         return linear_packed(x, weight)
+    x, _ = _reordered(x, weight)
     y, rows = x.new_empty(len(x), len(weight)), max(1, PART_VALUES // (STRIP * weight.k)) * STRIP
     for start, part in zip(range(0, len(weight), rows), weight.split(rows), strict=True):
         torch.mm(x, unpacked(part, x.dtype).t(), out=y[:, start : start + rows])
@@ -54,6 +58,7 @@ def linear_packed_in_parts(x: Tensor, weight: Packed) -> Tensor:
 
 def linear_packed_add(x: Tensor, weight: Packed, residual: Tensor) -> Tensor:
     """residual += x W^T, in place. x [T, K], weight [N, K]. Returns: `residual` [T, N]."""
+    x, _ = _reordered(x, weight)
     if not _is_few(x, weight):
         if _takes_nvfp4(x, weight):
             return linear_nvfp4(x, weight, "residual", residual)
@@ -69,6 +74,7 @@ def linear_packed_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None,
         gate_up: [2 I, K], in which eight rows of G and eight rows of U alternate.
     Returns: [T, I].
     """
+    x, norm = _reordered(x, gate_up, norm, eps)
     if not _is_few(x, gate_up):
         if _takes_nvfp4(x, gate_up):
             return linear_nvfp4(_normalized(x, norm, eps), gate_up, "swiglu")
@@ -77,7 +83,7 @@ def linear_packed_swiglu(x: Tensor, gate_up: Packed, norm: Tensor | None = None,
 
 
 def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
-    """W [N, K] in `dtype`, rounded once."""
+    """W [N, K] in `dtype`, rounded once. Its columns are in the order of the records."""
     if runs_in(weight.records.device, dtype):
         return unpack(weight, dtype)
     return reference.unpack(weight.records, weight.form, dtype)
@@ -90,6 +96,13 @@ def _is_few(x: Tensor, weight: Packed) -> bool:
 
 def _takes_nvfp4(x: Tensor, weight: Packed) -> bool:
     return weight.row_scales is not None and runs_on(x)
+
+
+def _reordered(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor | None]:
+    """(x with its columns in the order of W's records, the norm that remains to be done). Usually nothing changes."""
+    if weight.order is None:
+        return x, norm
+    return _normalized(x, norm, eps).index_select(1, weight.order), None
 
 
 def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:

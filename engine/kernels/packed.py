@@ -19,6 +19,7 @@ class Packed:
     `records`: [N / 16, K / chunk, ...] int32. `counters`: [N / 16] int32, used by the kernels, 0 between launches.
     `row_scales`: [N] fp32 if W may be multiplied by x in NVFP4. Then each scale is the product of a number in e4m3 and the row's
     scale, rounded to fp16.
+    `order`: [K] int32 if the records have W's columns in another order. Their column j is column order[j] of W.
     """
 
     records: Tensor
@@ -26,17 +27,19 @@ class Packed:
     k: int
     form: Form
     row_scales: Tensor | None = None
+    order: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.records) * STRIP
 
     @property
     def nbytes(self) -> int:
-        return self.records.nbytes + self.counters.nbytes + (0 if self.row_scales is None else self.row_scales.nbytes)
+        parts = self.records, self.counters, self.row_scales, self.order
+        return sum(part.nbytes for part in parts if part is not None)
 
     def to(self, device: torch.device) -> "Packed":
-        row_scales = None if self.row_scales is None else self.row_scales.to(device)
-        return Packed(self.records.to(device), self.counters.to(device), self.k, self.form, row_scales)
+        row_scales, order = (None if part is None else part.to(device) for part in (self.row_scales, self.order))
+        return Packed(self.records.to(device), self.counters.to(device), self.k, self.form, row_scales, order)
 
     def split(self, rows: int) -> Iterator["Packed"]:
         """Yields W in parts of `rows` rows, a multiple of 16. They share W's memory. The last one may have fewer rows."""
@@ -44,7 +47,7 @@ class Packed:
         for start in range(0, len(self), rows):
             strips = slice(start // STRIP, (start + rows) // STRIP)
             row_scales = None if self.row_scales is None else self.row_scales[start : start + rows]
-            yield Packed(self.records[strips], self.counters[strips], self.k, self.form, row_scales)
+            yield Packed(self.records[strips], self.counters[strips], self.k, self.form, row_scales, self.order)
 
 
 def pack(codes: Tensor, form: Form, scales: Tensor, beside: Tensor | None = None, row_scales: Tensor | None = None) -> Packed:

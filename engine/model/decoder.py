@@ -14,7 +14,7 @@ from engine.model.base import Model
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.keys import DECODER, Keys, Shape, is_causal, read_shape
 from engine.model.layers.e4m3_values import scale_values
-from engine.model.layers.gated import SwiGLU
+from engine.model.layers.gated import SwiGLU, in_order_of
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.layers.self_attention import AttentionCall, HasAttention, SelfAttention, attention_by_layer, rope_angles
@@ -178,12 +178,11 @@ class DecoderAttention(SelfAttention):
 class _Layer:
     def __init__(self, config: DecoderConfig, checkpoint: WeightSource, index: int, norm: LoadNorm, angles: Tensor) -> None:
         name, c, wide = f"layers.{index}.", config.hidden_size, config.intermediate_size
-        gate_up = [f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")]
         self.attend: SelfAttention = DecoderAttention(config, checkpoint, index, norm, angles)
-        self.swiglu = SwiGLU(
-            checkpoint, checkpoint.take_matrix(gate_up, [wide] * 2, c), norm(f"{name}post_attention_layernorm", c)
-        )
-        self.down = Linear.load(checkpoint, f"{name}mlp.down_proj", c, wide, biased=False, scale=self.swiglu.scale_results())
+        gate_up = checkpoint.take_matrix([f"{name}mlp.{part}_proj.weight" for part in ("gate", "up")], [wide] * 2, c)
+        down, gate_up = in_order_of(checkpoint.take_matrix([f"{name}mlp.down_proj.weight"], [c], wide), gate_up)
+        self.swiglu = SwiGLU(checkpoint, gate_up, norm(f"{name}post_attention_layernorm", c))
+        self.down = Linear.of_matrix(checkpoint, down, scale=self.swiglu.scale_results())
 
     def forward(self, x: Residual, batch: PackedBatch, attention: AttentionCall, pooled_only: bool) -> Residual:
         x = self._attended(x, batch, attention, pooled_only)

@@ -1,8 +1,8 @@
 """Reads a model's tensors from the files of weights, one at a time.
 
 A model takes each tensor by name, moves it to its device and dtype, and keeps only the result. So the peak of memory is the
-finished model plus one tensor. The families list tensors that embeddings do not need, and the load reports them. Any other tensor
-that the model did not take stops the load, because the vectors may be wrong without it.
+finished model plus a few tensors. The families list tensors that embeddings do not need, and the load reports them. Any other
+tensor that the model did not take stops the load, because the vectors may be wrong without it.
 """
 
 import copy
@@ -244,9 +244,11 @@ class Checkpoint:
         if isinstance(found, Tensor):
             return self._on_device(found, self.dtype)
         reason = why_not(found, MOST_BITS)
+        if isinstance(found, Codes) and found.order is not None:  # a token reads a row of the table as it is
+            reason = "words in another order"
         self._quantized_matrices[reason] += 1
         if reason is None and isinstance(found, Codes):
-            return packed(found.with_rows(lambda part: part.to(self.device)))
+            return packed(found.to(self.device))
         return self._on_device(found.dequantized(self.dtype), self.dtype)
 
     def take_tied(self, name: str, words: Tensor) -> Tensor:
@@ -281,7 +283,7 @@ class Checkpoint:
         kept = [part for part in parts if isinstance(part, Codes) and self._why_not(part) is None]
         if len(kept) == len(parts) and (whole := joined(kept)) is not None:
             self._quantized_matrices[None] += len(kept)
-            return whole.with_rows(lambda part: part.to(self.device))
+            return whole.to(self.device)
         plain = []
         for part in parts:
             if not isinstance(part, Tensor):

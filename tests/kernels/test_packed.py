@@ -1,6 +1,7 @@
 """x W^T for W in 4 to 8 bits, with the operations around it, against the dequantised W in fp64."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -265,9 +266,13 @@ def test_skinny_cuts(follows: FollowedBy, cut: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 65, 128, 129])
 @pytest.mark.parametrize("form", [Form(128, beside="zeros"), Form(32, beside="mins"), Form(32, 8)], ids=str)
-def test_the_layers_products(m: int, dtype: torch.dtype, form: Form) -> None:
+@pytest.mark.parametrize("is_reordered", [False, True])
+def test_the_layers_products(m: int, dtype: torch.dtype, form: Form, is_reordered: bool) -> None:
     """For few and many rows, the result equals the product with the matrix in 16 bits, except for rounding."""
     weight, w = matrix(8192, 1024, form)
+    if is_reordered:
+        order = torch.randperm(1024, device=DEVICE)
+        weight, w = replace(weight, order=order.int()), torch.empty_like(w).index_copy_(1, order, w)
     x, residual = torch.randn(m, 1024, device=DEVICE).to(dtype), torch.randn(m, 8192, device=DEVICE).to(dtype)
     norm = (1 + torch.randn(1024, device=DEVICE) / 4).to(dtype)
 
@@ -277,6 +282,7 @@ def test_the_layers_products(m: int, dtype: torch.dtype, form: Form) -> None:
     for ours, expected in (
         (linear_packed(x, weight), lambda x, w, _: F.linear(x, w)),
         (linear_packed(x, weight, norm, EPS), lambda x, w, _: F.linear(normed(x), w)),
+        (linear_packed_in_parts(x, weight), lambda x, w, _: F.linear(x, w)),
         (linear_packed_swiglu(x, weight, norm, EPS), lambda x, w, _: reference.swiglu(F.linear(normed(x), w), interleaved=True)),
         (linear_packed_add(x, weight, residual.clone()), lambda x, w, residual: residual + F.linear(x, w)),
     ):

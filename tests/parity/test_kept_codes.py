@@ -34,7 +34,8 @@ Tiny = Callable[..., Path]
 IDS = prompts((3, 40, 17, 90, 200))
 SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "max_position_embeddings": 512}
 SCORED = SamplingOptions(max_tokens=8, temperature=0.0, logprobs=0, prompt_logprobs=0)
-STAYS = ("awq 64", "gptq v1", "gptq v2", "ct int4 64", "ct int4 64 asymmetric", "ct int4 32 asymmetric", "ct packed int8",
+STAYS = ("awq 64", "gptq v1", "gptq v2", "gptq desc_act", "gptq channel", "ct int4 64", "ct int4 64 asymmetric",
+         "ct int4 32 asymmetric", "ct int4 None", "ct int4 None asymmetric", "ct int4 actorder group", "ct packed int8",
          "gptq int8 symmetric", "ct nvfp4", "ct mxfp4", "modelopt nvfp4", "ct int8", "fp8 blocks", "fp8 tensor", "ct fp8 blocks",
          "ct fp8 channel", "ct fp8 tensor", "modelopt fp8")  # fmt: skip
 
@@ -95,7 +96,6 @@ def test_the_same_model_as_dequantised(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gptq desc_act", "columns in another order"),
         ("ct int8 asymmetric", "8 bits with zeros, or in blocks of other sizes"),
         ("gptq int8", r"8 bits, groups of 128, zeros, (128 x 128|64 x 128|256 x 128|128 x 256) values"),
     ],
@@ -135,6 +135,10 @@ def test_an_embedding_model_and_a_cpu_dequantise(tiny: Tiny, tmp_path: Path) -> 
         ("ct int4 64", 4.25),
         ("ct int4 32 asymmetric", 5),
         ("gptq v1", 4.25),
+        ("gptq desc_act", 5),
+        ("ct int4 actorder group", 5),
+        ("gptq channel", 4.25),
+        ("ct int4 None asymmetric", 4.25),
         ("ct packed int8", 8.125),
         ("gptq int8 symmetric", 8.125),
         ("ct nvfp4", 5),
@@ -162,6 +166,76 @@ def test_the_footprint_counts_what_is_there(
     assert 0.85 * counted <= there <= counted
     assert kept_form(config.quantization) is not None
     assert there * 8 <= bits * values * 1.07
+
+
+def roll_order(module: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Gives matrices of a GPTQ checkpoint an order of columns of their own."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {name: found.roll(1) for name, found in tensors.items() if name.endswith(f"{module}.g_idx")}
+
+    return change
+
+
+def orders(engine: Engine) -> list[bool]:
+    """For each matrix, whether passes reorder its inputs."""
+    return [each.weight.order is not None for each in matrices(engine)]
+
+
+@pytest.mark.parametrize("name", ["gptq desc_act", "ct int4 actorder group"])
+def test_columns_in_another_order(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Only a gated MLP whose kernel takes G and U in turn gives its products in the order of the next matrix."""
+    keep_on_a_cpu(monkeypatch)
+    folders = [generator(tiny, name, tmp_path / kind, kind) for kind in ("qwen3_lm", "gemma3_lm")]
+    plain, gemma = (Engine.load(folder, dtype="float32", device="cpu") for folder in folders)
+    assert orders(plain) == [True, True, False] * 2 + [True] * 2
+    assert orders(gemma) == [True] * 8
+
+
+def test_q_with_an_order_of_its_own(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays in its codes beside K and V."""
+    folder = generator(tiny, "gptq desc_act", tmp_path)
+    change_tensors(folder, roll_order("q_proj"))
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert f"{folder}: 14 matrices stay in their codes, none is dequantised" in caplog.text
+    assert packed_layers(engine) == 10
+    np.testing.assert_allclose(log_probs(engine), expected, atol=4e-3)
+
+
+@pytest.mark.parametrize("module", ["up_proj", "down_proj"])
+def test_a_gate_with_an_order_of_its_own(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str
+) -> None:
+    """G and U of different orders are dequantised. The products have the order of the next matrix in any case."""
+    folder = generator(tiny, "gptq desc_act", tmp_path)
+    change_tensors(folder, roll_order(module))
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert ("10 matrices stay in their codes, 4 with a neighbour of another kind" in caplog.text) == (module == "up_proj")
+    np.testing.assert_allclose(log_probs(engine), expected, atol=4e-3)
+
+
+def test_words_keep_the_order_of_their_columns(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head in another order is dequantised: it may also be the table of words."""
+    form = FORMS["gptq desc_act"]
+    folder, _ = quantize(tiny("qwen3_lm", **SHAPE, tie_word_embeddings=False), form, tmp_path, names="*[jd].weight")
+    shutil.rmtree(folder / "1_Pooling")
+    change_config(folder, {"eos_token_id": None, "quantization_config": form.config | {"lm_head": True}})
+    expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
+    keep_on_a_cpu(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        engine = Engine.load(folder, dtype="float32", device="cpu")
+    assert "14 matrices stay in their codes, 1 with words in another order are dequantised" in caplog.text
+    np.testing.assert_allclose(log_probs(engine), expected, atol=4e-3)
 
 
 def without_inputs(config: dict[str, Any]) -> dict[str, Any]:
@@ -249,6 +323,21 @@ def test_blocks_of_8_bits_become_groups(block: tuple[int, int], group: int, dtyp
     assert isinstance(found, Codes)
     assert found.form.group == group
     assert torch.equal(found.dequantized(torch.float32), matrix.dequantized(torch.float32))
+
+
+@pytest.mark.parametrize(("size", "group"), [(576, 64), (192, 64), (96, 32), (64, 64), (36, 36)])
+def test_long_groups_are_divided(size: int, group: int) -> None:
+    """If no group of the kernels divides them, they stay as they are."""
+    torch.manual_seed(0)
+    codes, of_groups = torch.randint(0, 16, (32, 576), dtype=torch.uint8), (32, 576 // size)
+    scales, zeros = torch.rand(of_groups), torch.randint(0, 16, of_groups, dtype=torch.uint8)
+    for beside in ({}, {"zeros": zeros}, {"mins": torch.rand(of_groups)}):
+        matrix = Codes(codes, scales, order=torch.randperm(576), **beside)
+        found = as_codes(matrix)
+        assert isinstance(found, Codes)
+        assert found.form.group == group
+        assert found.form.beside == next(iter(beside), None)
+        assert torch.equal(found.dequantized(torch.float32), matrix.dequantized(torch.float32))
 
 
 def test_matrices_in_8_bits_that_do_not_become_codes() -> None:

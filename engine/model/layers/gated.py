@@ -1,6 +1,7 @@
 """Gated linear units: the first half of a gated MLP."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +27,21 @@ class Gated:
         return self.activation(self.gate_up(x))
 
 
+def in_order_of(down: Tensor | Codes, gate_up: Tensor | Codes) -> tuple[Tensor | Codes, Tensor | Codes]:
+    """Moves the rows of G and U to the order in which `down` has its columns, so that passes need not reorder their products.
+
+    Args:
+        down: [C, I], the matrix that multiplies the products. Only codes can have their columns in another order.
+        gate_up: [2 I, K], all rows of G and then all of U.
+    Returns: (down, gate_up).
+    """
+    if not isinstance(down, Codes) or down.order is None:
+        return down, gate_up
+    rows = torch.cat((down.order, down.order + len(down.order)))
+    moved = gate_up.with_rows(lambda part: part[rows]) if isinstance(gate_up, Codes) else gate_up[rows]
+    return replace(down, order=None), moved
+
+
 class SwiGLU:
     """silu(x G^T) * (x U^T) of a normalised residual stream.
 
@@ -41,7 +57,7 @@ class SwiGLU:
         else:
             self.in_turn = runs_on(gate_up)
             gate_up = kernels.interleaved(gate_up) if self.in_turn else gate_up
-        self.gate_up, self.norm = Linear.of(checkpoint.to_layer_dtype(gate_up), decodes=checkpoint.decodes), norm
+        self.gate_up, self.norm = Linear.of_matrix(checkpoint, gate_up), norm
         self.fits = False  # into e4m3, without a scale
 
     def scale_results(self) -> Tensor | None:

@@ -72,10 +72,22 @@ class Linear(ABC):
     ) -> "Linear":
         """`name`.weight [rows, columns] and, if `biased`, `name`.bias. The columns are multiplied by `scale` [columns]."""
         weight = checkpoint.take_matrix([f"{name}.weight"], [rows], columns)
+        bias = checkpoint.take(f"{name}.bias", rows) if biased else None
+        return cls.of_matrix(checkpoint, weight, bias, gelu, scale)
+
+    @classmethod
+    def of_matrix(
+        cls,
+        checkpoint: WeightSource,
+        weight: Tensor | Codes,
+        bias: Tensor | None = None,
+        gelu: bool = False,
+        scale: Tensor | None = None,
+    ) -> "Linear":
+        """The same as `load`, for a matrix that is already read."""
         if scale is not None:
             plain = weight.dequantized(checkpoint.dtype) if isinstance(weight, Codes) else weight
             weight = plain * scale.to(plain.dtype)
-        bias = checkpoint.take(f"{name}.bias", rows) if biased else None
         return cls.of(checkpoint.to_layer_dtype(weight), bias, gelu, checkpoint.decodes)
 
     @classmethod
@@ -88,10 +100,7 @@ class Linear(ABC):
         if biased:
             bias = checkpoint.take_rows([f"{name}.bias" for name in names], rows)
             biases = bias.split([weight.shape[0] for weight in weights])  # type: ignore[no-untyped-call]
-        parts = [
-            cls.of(checkpoint.to_layer_dtype(weight), bias, decodes=checkpoint.decodes)
-            for weight, bias in zip(weights, biases, strict=True)
-        ]
+        parts = [cls.of_matrix(checkpoint, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return parts[0] if len(parts) == 1 else SideBySide(parts)
 
     @abstractmethod

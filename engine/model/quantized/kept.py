@@ -32,15 +32,20 @@ _FACTORS = (8 / 7, 1.0, 0.95, 0.9, 0.85, 0.8)
 _STEP_VALUES = 1 << 22  # values that are rounded at a time
 _SIDE = 1 << 12  # of a matrix that fits any form that the kernels take
 _SCALE_ERROR = 2**-9  # as large as bf16's rounding of a value
-_GROUPS_OF_BLOCKS = (128, 64, 32, 16)  # columns that share a scale, for matrices with a scale for a block, a row or all values
+_GROUPS = (128, 64, 32, 16)  # columns that share a scale, for matrices with a scale for more columns
 
 
 def as_codes(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Brings a matrix in int8 or e4m3 into the layout of codes, with the same values. Other matrices stay as they are."""
+    """Brings a matrix into codes in groups that the kernels take, with the same values. Other matrices stay as they are.
+
+    So each group of a longer one, or of a row, has the same scale.
+    """
+    if isinstance(matrix, Codes):
+        return _in_groups(matrix)
     if not isinstance(matrix, EightBits) or matrix.zeros is not None:
         return matrix
     n, k = matrix.shape
-    columns = _group_of_blocks(matrix.block[1], k)
+    columns = _group_within(matrix.block[1], k)
     if columns is None:
         return matrix
     device, is_float = matrix.codes.device, matrix.codes.dtype == torch.float8_e4m3fn
@@ -51,9 +56,20 @@ def as_codes(matrix: QuantizedMatrix) -> QuantizedMatrix:
     return Codes(codes, scales * E4M3_DIVISOR, 8, is_float=True) if is_float else Codes(codes ^ 128, scales, 8)
 
 
-def _group_of_blocks(columns: int, k: int) -> int | None:
+def _in_groups(matrix: Codes) -> Codes:
+    group = matrix.form.group
+    smaller = _group_within(group, matrix.shape[1])
+    if smaller in (None, group):
+        return matrix
+    parts = {name: getattr(matrix, name) for name in ("scales", "zeros", "mins")}
+    return replace(
+        matrix, **{name: part.repeat_interleave(group // smaller, dim=1) for name, part in parts.items() if part is not None}
+    )
+
+
+def _group_within(columns: int, k: int) -> int | None:
     """The largest group that divides a matrix of k columns, and its blocks of `columns`. None if no group does."""
-    return next((each for each in _GROUPS_OF_BLOCKS if not k % each and (columns >= k or not columns % each)), None)
+    return next((each for each in _GROUPS if not k % each and (columns >= k or not columns % each)), None)
 
 
 def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
@@ -64,8 +80,6 @@ def why_not(matrix: QuantizedMatrix, most_bits: int) -> str | None:
     """
     if not isinstance(matrix, Codes):
         return f"blocks of {matrix.kind}" if isinstance(matrix, Blocks) else "8 bits with zeros, or in blocks of other sizes"
-    if matrix.order is not None:
-        return "columns in another order"
     matrix = _without_middle_zeros(matrix)
     if matrix.bits > most_bits:
         return f"{matrix.bits} bits"
@@ -122,17 +136,17 @@ def kept_form(scheme: Quantization | None, columns: int = _SIDE) -> Form | None:
     """
     form = None
     match scheme:
-        case Gptq(group_size=int(columns), reorders=False):
-            form = Form(columns, scheme.bits, "zeros" if scheme.bits == 4 or not scheme.symmetric else None)
-        case Awq(group_size=int(columns)):
-            form = Form(columns, beside="zeros")
+        case Gptq(bits=bits, symmetric=symmetric):
+            form = _form_of_groups(scheme.group_size, columns, bits, has_zeros=bits == 4 or not symmetric)
+        case Awq():
+            form = _form_of_groups(scheme.group_size, columns, 4, has_zeros=True)
         case ModelOpt(algorithm="NVFP4", ignores_layers=False):
             form = Form(NVFP4_GROUP, is_float=True)
         case ModelOpt(algorithm="FP8", ignores_layers=False):
             form = _form_of_blocks(None, columns, is_float=True)
         case Fp8(ignores_layers=False):
             form = _form_of_blocks(scheme.block, columns, is_float=True)
-        case CompressedTensors(groups=(Group(targets=targets, reorders=False) as group,), ignore=ignore):
+        case CompressedTensors(groups=(Group(targets=targets) as group,), ignore=ignore):
             if "Linear" in targets and set(ignore) <= {"lm_head"}:
                 form = _form_of(group, columns)
     return form if form is not None and form.fits(_SIDE, _SIDE) else None
@@ -144,14 +158,18 @@ def _form_of(group: Group, columns: int) -> Form | None:
     if not group.packed:
         block = (1, group.group_size) if group.group_size is not None else group.block
         return _form_of_blocks(block, columns, group.is_float) if group.symmetric else None
-    if group.is_float or group.group_size is None:
-        return None
-    return Form(group.group_size, group.bits, None if group.symmetric else "zeros")
+    return None if group.is_float else _form_of_groups(group.group_size, columns, group.bits, not group.symmetric)
+
+
+def _form_of_groups(group_size: int | None, columns: int, bits: int, has_zeros: bool) -> Form | None:
+    """`group_size` None: a row has one scale."""
+    group = _group_within(columns if group_size is None else group_size, columns)
+    return None if group is None else Form(group, bits, "zeros" if has_zeros else None)
 
 
 def _form_of_blocks(block: tuple[int, int] | None, columns: int, is_float: bool) -> Form | None:
     """The form of matrices in 8 bits. `block` None: rows, or whole matrices, have one scale."""
-    group = _group_of_blocks(columns if block is None else block[1], columns)
+    group = _group_within(columns if block is None else block[1], columns)
     return None if group is None else Form(group, 8, is_float=is_float)
 
 
@@ -178,8 +196,13 @@ def bytes_of_codes(values: int, form: Form) -> int:
 
 
 def joined(parts: Sequence[Codes]) -> Codes | None:
-    """The rows of several matrices as one matrix. None if their forms differ. Zeros may be in some of them only."""
+    """The rows of several matrices as one matrix. Zeros may be in some of them only.
+
+    None if their forms differ, or the orders of their columns. GPTQ orders columns by their inputs. Q, K and V have the same.
+    """
     if len({(replace(matrix.form, beside=None), matrix.mins is None) for matrix in parts}) > 1:
+        return None
+    if any(not _are_equal(parts[0].order, matrix.order) for matrix in parts):
         return None
     scales, codes = torch.cat([m.scales.float() for m in parts]), torch.cat([m.codes for m in parts])
     mins = [m.mins for m in parts if m.mins is not None]
@@ -189,8 +212,12 @@ def joined(parts: Sequence[Codes]) -> Codes | None:
     return replace(parts[0], codes=codes, scales=scales, zeros=zeros, mins=torch.cat(mins) if mins else None, row_scales=rows)
 
 
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    return first is second if first is None or second is None else torch.equal(first, second)
+
+
 def packed(matrix: Codes) -> Packed:
-    """The matrix in the kernels' order, scales and mins rounded to fp16. Zeros that all stand in the middle are left out.
+    """The matrix in the kernels' records, scales and mins rounded to fp16. Zeros that all stand in the middle are left out.
 
     So are the rows' scales of NVFP4, if the device does not multiply NVFP4, or if fp16 has lost a scale in e4m3.
     """
@@ -199,7 +226,8 @@ def packed(matrix: Codes) -> Packed:
     rows = matrix.row_scales
     if rows is not None and not (has_nvfp4(matrix.codes.device) and recovers(matrix.scales, rows)):
         rows = None
-    return pack(matrix.codes, matrix.form, matrix.scales.to(torch.float16), beside, rows)
+    whole = pack(matrix.codes, matrix.form, matrix.scales.to(torch.float16), beside, rows)
+    return whole if matrix.order is None else replace(whole, order=matrix.order.int())
 
 
 def _without_middle_zeros(matrix: Codes) -> Codes:

@@ -65,10 +65,14 @@ class Codes:
         return torch.full_like(self.scales, self.middle, dtype=torch.uint8) if self.zeros is None else self.zeros
 
     def with_rows(self, change: Callable[[Tensor], Tensor]) -> "Codes":
-        """Applies the same change of rows, or of the device, to codes, scales, zeros, mins and the rows' scales."""
+        """Applies the same change of rows to codes, scales, zeros, mins and the rows' scales."""
         zeros, mins = (None if each is None else change(each) for each in (self.zeros, self.mins))
         rows = None if self.row_scales is None else change(self.row_scales[:, None]).squeeze(1)
         return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, mins=mins, row_scales=rows)
+
+    def to(self, device: torch.device) -> "Codes":
+        order = None if self.order is None else self.order.to(device)
+        return replace(self.with_rows(lambda part: part.to(device)), order=order)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         wide = torch.float64 if self.scales.dtype == torch.float64 else torch.float32
