@@ -208,10 +208,10 @@ def test_q_with_an_order_of_its_own(
 
 
 @pytest.mark.parametrize("module", ["up_proj", "down_proj"])
-def test_a_gate_with_an_order_of_its_own(
+def test_an_mlp_whose_orders_differ(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: str
 ) -> None:
-    """G and U of different orders are dequantised. The products have the order of the next matrix in any case."""
+    """G and U of different orders are dequantised. The products have the order of the next matrix in both cases."""
     folder = generator(tiny, "gptq desc_act", tmp_path)
     change_tensors(folder, roll_order(module))
     expected = log_probs(Engine.load(folder, dtype="float32", device="cpu"))
