@@ -85,8 +85,10 @@ def check_all_stay(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     np.testing.assert_allclose(log_probs(engine), expected, atol=atol)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_lm", "gemma3_lm"])
-@pytest.mark.parametrize("name", STAYS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "qwen3_lm") for name in STAYS), *((name, "gemma3_lm") for name in ("awq 64", "gptq desc_act", "fp8 blocks"))],
+)
 def test_the_same_model_as_dequantised(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, kind: str
 ) -> None:
