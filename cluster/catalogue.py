@@ -11,6 +11,7 @@ from engine.model.families.gte import GteConfig
 from engine.model.families.jina_bert import JinaBertConfig
 from engine.model.families.modernbert import ModernBertConfig
 from engine.model.families.nomic_bert import NomicBertConfig
+from engine.model.rope import LinearScaling, Rope
 from engine.text.pairs import DEFAULT_INSTRUCTION
 
 _CLS: Pooling = "cls"
@@ -58,7 +59,7 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, vocab: int, 
     return DecoderConfig(
         architecture="Qwen3ForCausalLM", vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate,
         n_layers=layers, n_heads=heads, n_kv_heads=8, head_dim=128, norm_eps=1e-6,
-        max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope_theta=1e6,
+        max_position_embeddings=positions, causal=True, pooling="last_token", max_input_length=positions, rope=Rope(1e6),
         qk_norm=True,
     )  # fmt: skip
 
@@ -72,7 +73,7 @@ def _smollm2() -> ModelConfig:
     return DecoderConfig(
         architecture="LlamaForCausalLM", vocab_size=49152, hidden_size=576, intermediate_size=1536, n_layers=30, n_heads=9,
         n_kv_heads=3, head_dim=64, norm_eps=1e-5, max_position_embeddings=8192, causal=True, pooling="last_token",
-        max_input_length=8192, rope_theta=1e5, generation=GenerationConfig(tied=True),
+        max_input_length=8192, rope=Rope(1e5), generation=GenerationConfig(tied=True),
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def _modernbert(layers: int, hidden: int, intermediate: int, pooling: Pooling) -
         n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-5,
         max_position_embeddings=8192, causal=False, pooling=pooling, max_input_length=8192,
         window=64, local_layers=tuple(index for index in range(layers) if index % 3),
-        global_theta=160_000.0, local_theta=10_000.0,
+        global_rope=Rope(160_000.0), local_rope=Rope(10_000.0),
     )  # fmt: skip
 
 
@@ -91,13 +92,13 @@ def _nomic_bert(positions: int) -> NomicBertConfig:
         architecture="NomicBertModel", vocab_size=30528, hidden_size=768, intermediate_size=3072,
         n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64, norm_eps=1e-12,
         max_position_embeddings=positions, causal=False, pooling=_MEAN, max_input_length=positions,
-        rope_theta=1000.0, type_vocab_size=2, activation="swiglu", has_experts=(False,) * 12,
+        rope=Rope(1000.0), type_vocab_size=2, activation="swiglu", has_experts=(False,) * 12,
     )  # fmt: skip
 
 
 def _nomic_bert_experts() -> ModelConfig:
     return replace(
-        _nomic_bert(2048), vocab_size=250048, norm_eps=1e-5, max_input_length=512, rope_theta=10_000.0, type_vocab_size=1,
+        _nomic_bert(2048), vocab_size=250048, norm_eps=1e-5, max_input_length=512, rope=Rope(10_000.0), type_vocab_size=1,
         activation="gelu", has_experts=(False, True) * 6, num_experts=8, top_k=2, qkv_bias=True, up_bias=True, down_bias=True,
     )  # fmt: skip
 
@@ -109,7 +110,7 @@ def _gte(
         architecture=architecture, vocab_size=vocab, hidden_size=hidden, intermediate_size=4 * hidden,
         n_layers=layers, n_heads=hidden // 64, n_kv_heads=hidden // 64, head_dim=64, norm_eps=1e-12,
         max_position_embeddings=8192, causal=False, pooling=_CLS, max_input_length=8192,
-        rope_theta=theta * ntk, rope_scale=ntk ** (2 / 64), type_vocab_size=types,
+        rope=Rope(theta * ntk, LinearScaling(ntk ** (2 / 64))), type_vocab_size=types,
     )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def _qwen2(layers: int, hidden: int, heads: int, kv_heads: int, intermediate: in
     return DecoderConfig(
         architecture="Qwen2ForCausalLM", vocab_size=151646, hidden_size=hidden, intermediate_size=intermediate,
         n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, head_dim=128, norm_eps=1e-6, max_position_embeddings=131072,
-        causal=False, pooling="last_token", max_input_length=32768, rope_theta=1e6, qkv_bias=True,
+        causal=False, pooling="last_token", max_input_length=32768, rope=Rope(1e6), qkv_bias=True,
     )  # fmt: skip
 
 
@@ -133,7 +134,7 @@ def _mistral_7b() -> ModelConfig:
     return DecoderConfig(
         architecture="MistralModel", vocab_size=32000, hidden_size=4096, intermediate_size=14336,
         n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, norm_eps=1e-5, max_position_embeddings=32768,
-        causal=True, pooling="last_token", max_input_length=4096, rope_theta=1e4, window=4095, local_layers=tuple(range(32)),
+        causal=True, pooling="last_token", max_input_length=4096, rope=Rope(1e4), window=4095, local_layers=tuple(range(32)),
     )  # fmt: skip
 
 
@@ -141,7 +142,7 @@ def _embeddinggemma() -> ModelConfig:
     return Gemma3Config(
         architecture="Gemma3TextModel", vocab_size=262144, hidden_size=768, intermediate_size=1152,
         n_layers=24, n_heads=3, n_kv_heads=1, head_dim=256, norm_eps=1e-6, max_position_embeddings=2048, causal=False,
-        pooling="mean", max_input_length=2048, rope_theta=1e6, local_rope_theta=1e4, query_pre_attn_scalar=256, qk_norm=True,
+        pooling="mean", max_input_length=2048, rope=Rope(1e6), local_rope=Rope(1e4), query_pre_attn_scalar=256, qk_norm=True,
         window=256, local_layers=tuple(layer for layer in range(24) if (layer + 1) % 6),
         dense=(_dense("2_Dense", 768, 3072, bias=False), _dense("3_Dense", 3072, 768, bias=False)),
     )  # fmt: skip

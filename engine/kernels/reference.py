@@ -39,14 +39,23 @@ def layer_norm(
     return F.layer_norm(x, weight.shape, weight, shift, eps)
 
 
-def rope_table(head_dim: int, theta: float, positions: int, device: torch.device, scale: float = 1.0) -> Tensor:
-    """Returns cos and sin of the angles of each position, [positions, D / 2, 2] fp32. All angles are divided by `scale`.
+def rope_table(
+    head_dim: int,
+    theta: float,
+    positions: int,
+    device: torch.device,
+    divisors: Sequence[float] = (1.0,),
+    factor: float = 1.0,
+) -> Tensor:
+    """Returns cos and sin of the angles of each position, [positions, D / 2, 2] fp32, multiplied by `factor`.
 
-    Angles are fp32. bf16 holds whole numbers exactly only up to 256, so distant positions would share an angle.
+    `divisors` divide the D / 2 frequencies. Angles are fp32. bf16 holds whole numbers exactly only up to 256, so distant
+    positions would share an angle.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), 1.0 / theta**exponents / scale)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+    frequencies = 1.0 / theta**exponents / torch.tensor(divisors, device=device, dtype=torch.float32)
+    angles = torch.outer(torch.arange(positions, device=device, dtype=torch.float32), frequencies)
+    return torch.stack((angles.cos(), angles.sin()), dim=-1).mul_(factor)
 
 
 def norm_rope(

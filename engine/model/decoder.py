@@ -18,6 +18,7 @@ from engine.model.layers.gated import SwiGLU, in_order_of
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.layers.self_attention import AttentionCall, HasAttention, SelfAttention, attention_by_layer, rope_angles
+from engine.model.rope import OF_DECODERS, Rope, check_width, longest, read_rope
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -28,7 +29,7 @@ LoadNorm = Callable[[str, int], RMSNorm]  # (name, width) -> the norm
 class DecoderConfig(ModelConfig):
     """The config of a decoder. In `local_layers` a token sees no token further away than `window`."""
 
-    rope_theta: float
+    rope: Rope
     qk_norm: bool = False
     qkv_bias: bool = False
     window: int | None = None
@@ -40,17 +41,22 @@ class DecoderConfig(ModelConfig):
         return None if index not in self.local_layers or reaches_all else self.window
 
 
-def decoder_shape(keys: Keys, head_dim: int | None = None, causal: bool | None = None) -> Shape:
+class DecoderShape(Shape):
+    rope: Rope
+
+
+def decoder_shape(keys: Keys, head_dim: int | None = None, causal: bool | None = None, rope: Rope | None = None) -> DecoderShape:
     """The fields whose keys have the same names in every decoder's config.json.
 
     Args:
         head_dim: the value if the file has none. None divides hidden_size by the number of heads.
-        causal: the value, for families with other keys for it. None: the file has the value.
+        causal, rope: the values, for families with other keys for them. None: the file has the value.
     """
     shape = read_shape(keys, DECODER, eps=1e-6, head_dim=head_dim, causal=is_causal(keys) if causal is None else causal)
-    if shape["head_dim"] % 2:
-        raise ModelError(f"{keys.path}: head_dim is {shape['head_dim']}, expected an even number, because RoPE rotates pairs")
-    return shape
+    rope = read_rope(keys, scalings=OF_DECODERS) if rope is None else rope
+    check_width(keys, rope, shape["head_dim"])
+    shape["max_position_embeddings"] = shape["max_input_length"] = longest(rope, shape["max_position_embeddings"])
+    return DecoderShape(**shape, rope=rope)
 
 
 class Windows(TypedDict):
@@ -107,7 +113,7 @@ class Decoder(Model):
         def norm(name: str, width: int) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"{name}.weight", width), config.norm_eps)
 
-        angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, config.max_position_embeddings)
+        angles = rope_angles(checkpoint, config.head_dim, config.rope, config.max_position_embeddings)
         self.layers = [_Layer(config, checkpoint, index, norm, angles) for index in config.layers]
         self.norm = norm("norm", config.hidden_size) if config.has_end else None
 

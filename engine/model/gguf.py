@@ -47,6 +47,7 @@ _GEMMA_NAMES = _LAYER_NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)")
+ROPE_DIVISORS = "rope_freqs.weight"  # of Llama 3.1 and later
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
@@ -111,6 +112,8 @@ class Header:
         found, unknown = {}, []
         for name in self.tensors:
             layer = _LAYER_TENSOR.fullmatch(name)
+            if name == ROPE_DIVISORS and self.architecture == "llama":
+                continue  # config.json has them
             if layer is not None and layer[2] in parts:
                 found[f"model.layers.{layer[1]}.{parts[layer[2]]}.{layer[3]}"] = name
             elif name in _TOP_NAMES:

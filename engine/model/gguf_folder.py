@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError
-from engine.model.gguf import Header
+from engine.model.gguf import ROPE_DIVISORS, Header
 from engine.model.gguf_tokenizer import build_tokenizer
 
 # Keys of the metadata that the engine does not compute. With any other value than these they would change the results.
@@ -26,9 +26,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.scale": (0,),
     "attention.clamp_kqv": (0,),
     "attention.max_alibi_bias": (0,),
-    "rope.scaling.type": ("none",),
-    "rope.scaling.factor": (0, 1),
-    "rope.scale_linear": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_beta_fast": (32,),
+    "rope.scaling.yarn_beta_slow": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
 }
 # transformers' (architecture, model_type).
 _MODELS = {
@@ -102,33 +105,61 @@ def model_config(header: Header) -> dict[str, Any]:
         "rms_norm_eps": _shortest(header.number("attention.layer_norm_rms_epsilon")),
         "vocab_size": len(tokens),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        **(_gemma3(header, head_dim) if architecture == "gemma3" else _plain(header, names[1])),
+        **(_gemma3(header, head_dim) if architecture == "gemma3" else _plain(header, names[1], head_dim)),
     }
 
 
-def _plain(header: Header, model_type: str) -> dict[str, Any]:
+def _plain(header: Header, model_type: str, head_dim: int) -> dict[str, Any]:
     context = header.whole("context_length")
     window = header.whole("attention.sliding_window", context)
     if model_type.startswith("qwen") and window < context:
         raise ModelError(f"{header.path}: {header.architecture}.attention.sliding_window = {window} is not supported")
-    rope = {"rope_type": "default", "rope_theta": _shortest(header.number("rope.freq_base", 10000.0))}
+    rope = {"rope_theta": _shortest(header.number("rope.freq_base", 10000.0))} | _scaling(header, head_dim)
     return {"hidden_act": "silu", "rope_parameters": rope} | ({"sliding_window": window} if model_type == "mistral" else {})
+
+
+def _scaling(header: Header, head_dim: int) -> dict[str, Any]:
+    """The kind of RoPE, and its keys.
+
+    Raises: ModelError for a kind that the engine does not compute. Source: `load_hparams` of llama.cpp.
+    """
+    kind, name = header.own("rope.scaling.type"), f"{header.architecture}.rope.scaling.type"
+    keys = (each for each in ("rope.scaling.factor", "rope.scale_linear") if header.own(each) not in (None, 0))
+    factor = header.number(next(keys, "rope.scaling.factor"), 1)
+    if kind not in (None, "none", "linear", "yarn"):
+        raise ModelError(f"{header.path}: {name} = {kind!r:.80} is not supported (only none, linear, yarn)")
+    is_scaled = kind != "none" and factor != 1
+    if (divisors := header.tensors.get(ROPE_DIVISORS)) is not None:
+        if is_scaled or divisors.kind != "F32" or divisors.shape != (head_dim // 2,):
+            raise ModelError(
+                f"{header.path}: {ROPE_DIVISORS} of shape {list(divisors.shape)} in {divisors.kind}, {name} = {kind} and the "
+                f"factor {factor} are not supported (only {head_dim // 2} numbers in F32 without another scaling)"
+            )
+        found = np.fromfile(header.path, "<f4", head_dim // 2, offset=divisors.start)
+        return {"rope_type": "divisors", "divisors": found.tolist()}
+    if not is_scaled:
+        return {"rope_type": "default"}
+    if kind != "yarn":
+        return {"rope_type": "linear", "factor": factor}
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": header.whole("rope.scaling.original_context_length", header.whole("context_length")),
+    }
 
 
 def _gemma3(header: Header, head_dim: int) -> dict[str, Any]:
     n_layers, pattern = header.whole("block_count"), header.own("attention.sliding_window_pattern")
     local = pattern if isinstance(pattern, list) else _local_layers(header)
     width = header.whole("embedding_length") // header.whole("attention.head_count")
-    bases = {
-        "full_attention": header.number("rope.freq_base", 1e6),
-        "sliding_attention": header.number("rope.freq_base_swa", 1e4),
-    }
+    whole = {"rope_theta": _shortest(header.number("rope.freq_base", 1e6))} | _scaling(header, head_dim)
+    in_window = {"rope_theta": _shortest(header.number("rope.freq_base_swa", 1e4)), "rope_type": "default"}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": width if n_layers == _LAYERS_OF_GEMMA3_27B else head_dim,
         "sliding_window": header.whole("attention.sliding_window", header.whole("context_length")),
         "layer_types": ["sliding_attention" if each else "full_attention" for each in local],
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": _shortest(base)} for kind, base in bases.items()},
+        "rope_parameters": {"full_attention": whole, "sliding_attention": in_window},
     }
 
 
@@ -147,8 +178,6 @@ def _refuse(header: Header) -> None:
             raise ModelError(
                 f"{header.path}: {header.architecture}.{key} = {value!r:.80} is not supported (only {neutral[-1]!r})"
             )
-    if "rope_freqs.weight" in header.tensors:
-        raise ModelError(f"{header.path}: RoPE scaled by the tensor rope_freqs.weight, as in Llama 3.1, is not supported")
 
 
 def _pooling(header: Header) -> str | None:

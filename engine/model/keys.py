@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from engine.errors import ModelError
 from engine.model.config import DenseActivation, Pooling
 
 _ANYTHING = object()
-_TOO_MANY = 1 << 31  # no size of a network reaches this number
+TOO_MANY = 1 << 31  # no size of a network reaches this number
 
 
 def read_json(path: Path) -> Any:
@@ -72,7 +72,7 @@ class Keys:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not least <= value < _TOO_MANY
+            or not least <= value < TOO_MANY
             or not float(value).is_integer()
         ):
             raise ModelError(f"{self.path}: {key} is {value!r:.80}, expected a whole number of {least} or more, below 2^31")
@@ -214,50 +214,6 @@ def read_local_layers(keys: Keys, otherwise: Callable[[int], bool]) -> tuple[int
             f"(one of {' and '.join(get_args(LayerType))} for each of {n_layers} layers)"
         )
     return tuple(index for index, kind in enumerate(types) if kind == "sliding_attention")
-
-
-class Rope(NamedTuple):
-    """RoPE's base, and the scaling of its angles."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0  # 1 for the default kind
-
-
-def read_rope(
-    keys: Keys,
-    layer_type: LayerType | None = None,
-    flat: str = "rope_theta",
-    otherwise: float | None = None,
-    scalings: tuple[str, ...] = (),
-) -> Rope:
-    """RoPE, from transformers 5's `rope_parameters` or the Hub's flat keys.
-
-    Args:
-        layer_type: the type of layers, for families with a base for each type.
-        flat: the Hub's key for the base.
-        otherwise: the base if the file names none.
-        scalings: the kinds of scaling that the family computes. No scaling is always allowed.
-    Raises: ModelError for any other kind of RoPE.
-    """
-    rope, scaling = keys.mapping("rope_parameters"), keys.mapping("rope_scaling")
-    # transformers 5 takes rope_scaling, and other code takes rope_parameters.
-    if rope and scaling and scaling not in (rope, rope.get(layer_type or "")):
-        raise ModelError(f"{keys.path}: rope_scaling {scaling} differs from rope_parameters {rope}; remove the wrong one")
-    if layer_type is not None:
-        if set(rope) - set(get_args(LayerType)):
-            raise ModelError(f"{keys.path}: rope_parameters {rope} is not supported (one set for each type of layer)")
-        rope = Keys(keys.path, rope).mapping(layer_type)
-    if layer_type != "sliding_attention":  # flat keys scale only the other layers
-        rope = rope or scaling
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", 1.0) != 1.0 or rope.get("mixed_b") is not None
-    if kind not in ("default", *scalings) or partial:
-        supported = ", ".join(("plain", *scalings))
-        raise ModelError(f"{keys.path}: RoPE of type {kind!r} ({rope}) is not supported (only {supported}, of the full width)")
-    own = Keys(keys.path, rope)
-    theta = keys.real(flat, otherwise) if own.get("rope_theta") is None else own.real("rope_theta")
-    return Rope(float(theta), kind, 1.0 if kind == "default" else float(own.real("factor")))
 
 
 _ACTIVATIONS: dict[str, DenseActivation] = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU", "swish": "SiLU", "tanh": "Tanh"}

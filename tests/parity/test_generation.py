@@ -26,11 +26,13 @@ from serve_app.cli.commands import cli
 
 GREEDY = SamplingOptions(max_tokens=64, temperature=0.0)
 LENGTHS = (3, 150, 127, 200)
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
+           "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
 # A model with random tied word embeddings repeats one word for ever. So the tied kinds are compared by log-probabilities.
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_lm": {"tie_word_embeddings": False},
     "qwen2_lm": {"tie_word_embeddings": False},
-    "llama_lm": {"tie_word_embeddings": False},
+    "llama_lm": {"tie_word_embeddings": False, "rope_parameters": _LLAMA3},
     "mistral_lm": {"tie_word_embeddings": False, "sliding_window": 20},
     "gemma3_lm": {"tie_word_embeddings": False},
     "qwen3_tied": {"tie_word_embeddings": True},

@@ -28,10 +28,12 @@ from engine.model.gguf import read_header
 from engine.model.gguf_folder import model_config, write_folder
 from engine.model.gguf_weights import GGUFWeights
 from engine.model.keys import Keys
+from engine.model.rope import Llama3Scaling, Rope, divisors
 from engine.model.weights import Checkpoint
 from engine.options import EncodeOptions
 
 Tiny = Callable[..., Path]
+Tensors = dict[str, np.ndarray]
 IDS = [[5, 6, 7, 8, 9, 250, 3, 90], [17], list(range(40, 80))]
 
 
@@ -45,14 +47,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def as_gguf(tiny: Tiny, tmp_path: Path) -> Callable[..., Path]:
     """The GGUF file of a tiny checkpoint. `more` replaces metadata; None removes it."""
 
-    def make(kind: str, stored: Kind = Kind.F32, more: dict[str, Any] | None = None, **config: Any) -> Path:
+    def make(
+        kind: str, stored: Kind = Kind.F32, more: dict[str, Any] | None = None, beside: Tensors | None = None, **config: Any
+    ) -> Path:
         folder = tiny(kind, **config)
         keys = Keys(folder / "config.json", json.loads((folder / "config.json").read_text()))
         architecture = kind.removesuffix("_lm").replace("mistral", "llama")
         metadata = tiny_gguf.config_metadata(keys, architecture) | tiny_gguf.tokenizer_metadata() | (more or {})
         tensors = tiny_gguf.converted(folder, architecture, keys.get("num_attention_heads"), keys.get("num_key_value_heads"))
         given = {key: value for key, value in metadata.items() if value is not None}
-        return tiny_gguf.write(tmp_path / f"tiny-{kind}.gguf", architecture, given, tensors, stored)
+        return tiny_gguf.write(tmp_path / f"tiny-{kind}.gguf", architecture, given, tensors | (beside or {}), stored)
 
     return make
 
@@ -80,6 +84,48 @@ def taken(folder: Path) -> dict[str, torch.Tensor]:
 def test_vectors_are_those_of_the_checkpoint(tiny: Tiny, as_gguf: Callable[..., Path], kind: str, config: Any) -> None:
     file = as_gguf(kind, **config)
     np.testing.assert_array_equal(vectors(file), vectors(tiny(kind, **config)))
+
+
+_SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "rope", "more"),
+    [
+        ("llama_lm", {"rope_type": "linear"}, {"llama.rope.scaling.factor": 4.0}),
+        ("llama_lm", {"rope_type": "linear"}, {"llama.rope.scale_linear": 4.0, "llama.rope.scaling.factor": 0.0}),
+        ("llama_lm", {"rope_type": "default"}, {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
+        (
+            "qwen3_lm",
+            {"rope_type": "yarn"},
+            {
+                "qwen3.rope.scaling.type": "yarn",
+                "qwen3.rope.scaling.factor": 4.0,
+                "qwen3.rope.scaling.original_context_length": 16,
+            },
+        ),
+        ("gemma3_lm", {"rope_type": "linear"}, {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 4.0}),
+    ],
+)
+def test_scaled_rope(tiny: Tiny, as_gguf: Callable[..., Path], kind: str, rope: Any, more: Any) -> None:
+    """Gemma 3 scales the layers without a window only."""
+    config: dict[str, Any] = {"rope_parameters": _SCALED | rope}
+    if kind == "gemma3_lm":
+        config = {"rope_parameters": {"full_attention": _SCALED | rope, "sliding_attention": {"rope_theta": 1e4}}}
+        config |= {"query_pre_attn_scalar": 32}
+    np.testing.assert_array_equal(vectors(as_gguf(kind, more=more, **config)), vectors(tiny(kind, **config)))
+
+
+def test_llama_3_1_s_rope(tiny: Tiny, as_gguf: Callable[..., Path]) -> None:
+    """Its converter stores the divisors of the frequencies as a tensor."""
+    rope = _SCALED | {"rope_type": "llama3"}
+    stored = np.array(divisors(32, Rope(1e4, Llama3Scaling(4.0, 1.0, 4.0, 16))))
+    assert 1 < stored.min() < stored.max() == 4
+    file = as_gguf("llama_lm", beside={"rope_freqs.weight": stored}, rope_parameters=rope)
+    expected = vectors(tiny("llama_lm", rope_parameters=rope))
+    np.testing.assert_array_equal(vectors(file), expected)
+    assert not np.allclose(expected, vectors(tiny("llama_lm")))
 
 
 @pytest.mark.parametrize(
@@ -258,8 +304,9 @@ def test_the_embedded_generator_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.type = 'linear' is not supported"),
-        ({"llama.rope.scaling.factor": 8.0}, "llama.rope.scaling.factor = 8.0 is not supported"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type = 'longrope' is not supported (only none, linear, y"),
+        ({"llama.rope.scaling.factor": -8.0}, "llama.rope.scaling.factor is -8.0, expected a positive number"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier = 0.1"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported"),
         ({"llama.attention.causal": False}, "llama.attention.causal = False is not supported"),
         ({"llama.pooling_type": 4}, "llama.pooling_type = 4 is not supported"),
@@ -308,10 +355,17 @@ def test_other_networks_are_refused(tmp_path: Path, architecture: str, tensor: s
         GGUFWeights(path)
 
 
-def test_llama_3_1_s_rope_is_refused(tmp_path: Path) -> None:
-    path = tiny_gguf.write(tmp_path / "x.gguf", "llama", {}, {"rope_freqs.weight": np.ones(32)})
-    with pytest.raises(ModelError, match=r"RoPE scaled by the tensor rope_freqs\.weight"):
-        resolve_model(path)
+@pytest.mark.parametrize(
+    ("kind", "width", "more", "message"),
+    [
+        ("llama_lm", 32, {}, r"rope_freqs\.weight of shape \[32\] in F32, .* \(only 16 numbers in F32 without another scaling\)"),
+        ("llama_lm", 16, {"llama.rope.scaling.factor": 2.0}, r"llama\.rope\.scaling\.type = None and the factor 2"),
+        ("qwen3_lm", 16, {}, r"1 tensors are not part of our qwen3, .*rope_freqs\.weight"),
+    ],
+)
+def test_other_divisors_of_rope_are_refused(as_gguf: Callable[..., Path], kind: str, width: int, more: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        resolve_model(as_gguf(kind, more=more, beside={"rope_freqs.weight": np.ones(width)}))
 
 
 def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:

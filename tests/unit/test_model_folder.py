@@ -20,9 +20,15 @@ from engine.model.families.gemma3 import Gemma3Config
 from engine.model.folder import load_model_config
 from engine.model.generation import read_generation
 from engine.model.keys import Keys
+from engine.model.rope import Rope
 from engine.revision import MODEL_FILES, OTHER_FILES
 
 Tiny = Callable[..., Path]
+
+
+_SCALED = {"rope_theta": 1e4, "factor": 4}
+_YARN = _SCALED | {"rope_type": "yarn"}
+_LLAMA3 = _SCALED | {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4}
 
 
 @pytest.fixture
@@ -100,7 +106,11 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("qwen2", {"num_attention_heads": 6}, "hidden_size = 64 is not a multiple of num_attention_heads = 6"),
         ("qwen2", {"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         ("qwen3", {"head_dim": 33}, "head_dim is 33, expected an even number"),
-        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
+        (
+            "qwen2",
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "only plain, linear, llama3, yarn, divisors, of",
+        ),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "all of Mistral's layers have the same window"),
         ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
         ("llama", {"attention_bias": True}, "attention_bias"),
@@ -111,17 +121,28 @@ def edit(path: Path, changes: dict[str, Any]) -> None:
         ("gemma3", {"is_causal": False}, "is_causal = False is not supported (Gemma says use_bidirectional_attention)"),
         (
             "gemma3",
-            {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}},
-            "'linear'",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0}}},
+            "'yarn'",
         ),
-        ("gemma3", {"rope_parameters": "DELETE", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear'"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}}, "'linear'"),
+        ("gemma3", {"rope_parameters": "DELETE", "rope_scaling": {"rope_type": "linear", "factor": -8.0}}, "factor is -8.0"),
         ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}}, "one set for each type of layer"),
         ("gemma3", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
         ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
         ("gemma3", {"rope_parameters": {"full_attention": "default"}}, "full_attention is 'default', expected an object"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8.0}}, "'llama3'"),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
+        ("llama", {"rope_parameters": _LLAMA3 | {"factor": None}}, "factor is None"),
+        ("llama", {"rope_parameters": _LLAMA3 | {"low_freq_factor": 0}}, "low_freq_factor is 0"),
+        ("llama", {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1}}, "low_freq_factor is 1, expected less than high_freq_f"),
+        (
+            "llama",
+            {"rope_parameters": _LLAMA3, "original_max_position_embeddings": 0.5},
+            "original_max_position_embeddings is 0.5",
+        ),
+        ("qwen3", {"rope_parameters": _YARN | {"rope_theta": 1.0}}, "YaRN with rope_theta = 1 and 4 times 256 positions"),
+        ("qwen3", {"rope_parameters": _YARN | {"factor": 1e9}}, "and 1e+09 times 256 positions is not supported"),
+        ("qwen3", {"rope_parameters": _YARN | {"mscale": "x", "mscale_all_dim": 1}}, "mscale is 'x'"),
+        ("qwen3", {"rope_parameters": _YARN | {"attention_factor": 0}}, "attention_factor is 0"),
         ("qwen3", {"rope_parameters": "DELETE"}, "rope_theta is None"),
         ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differs from rope_parameters {"),
         ("gte_ntk", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differs from rope_parameters {"),
@@ -340,22 +361,22 @@ def test_settings_of_the_transformer_module_that_change_nothing_are_fine(copy: C
 
 def test_both_spellings_of_rope_are_read(copy: Callable[..., Path]) -> None:
     flat = copy("qwen3", rope_parameters="DELETE", rope_theta=1_000_000)
-    assert load_model_config(flat).rope_theta == 1_000_000.0
+    assert load_model_config(flat).rope.theta == 1_000_000.0
     rope = {"rope_type": "default", "rope_theta": 1_000_000}
     edit(flat / "config.json", {"rope_theta": 10_000, "rope_parameters": rope, "rope_scaling": rope})
-    assert load_model_config(flat).rope_theta == 1_000_000.0
+    assert load_model_config(flat).rope.theta == 1_000_000.0
 
 
 def test_both_spellings_of_modernberts_layers_are_read(copy: Callable[..., Path]) -> None:
     folder = copy("modernbert", rope_parameters={kind: {"rope_theta": theta} for kind, theta in _THETAS.items()})
     nested = load_model_config(folder)
-    assert (nested.global_theta, nested.local_theta) == (80_000.0, 5_000.0)
+    assert (nested.global_rope, nested.local_rope) == (Rope(80_000.0), Rope(5_000.0))
     assert nested.local_layers == (1, 2)
     flat = {"layer_types": "DELETE", "rope_parameters": "DELETE", "global_attn_every_n_layers": 3}
     edit(folder / "config.json", flat | {"global_rope_theta": 80_000, "local_rope_theta": 5_000})
     assert load_model_config(folder) == nested
     edit(folder / "config.json", {"local_rope_theta": None, "global_attn_every_n_layers": 2})
-    assert load_model_config(folder).local_theta == 80_000.0
+    assert load_model_config(folder).local_rope.theta == 80_000.0
     assert load_model_config(folder).local_layers == (1, 3)
 
 
@@ -365,13 +386,13 @@ _THETAS = {"full_attention": 80_000.0, "sliding_attention": 5_000.0}
 def test_both_spellings_of_gtes_rope_are_read(copy: Callable[..., Path]) -> None:
     folder = copy("gte_ntk")
     nested = load_model_config(folder)
-    assert nested.rope_theta == 4000.0
+    assert nested.rope.theta == 4000.0
     edit(folder / "config.json", {"rope_parameters": "DELETE", "rope_theta": 500})
     edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 8.0}})
     assert load_model_config(folder) == nested
     edit(folder / "config.json", {"rope_scaling": None})
     plain = load_model_config(folder)
-    assert (plain.rope_theta, plain.rope_scale) == (500.0, 1.0)
+    assert plain.rope == Rope(500.0)
     edit(folder / "config.json", {"rope_scaling": {"type": "ntk", "factor": 0.5}})
     assert load_model_config(folder) == plain
 
@@ -427,13 +448,13 @@ def test_gemma3_is_the_same_in_the_hubs_spelling(copy: Callable[..., Path]) -> N
     config = load_model_config(folder)
     assert isinstance(config, Gemma3Config)
     assert (config.window, config.local_layers, config.causal) == (256, (0, 1, 3), False)
-    assert (config.rope_theta, config.local_rope_theta) == (700.0, 70.0)
+    assert (config.rope, config.local_rope) == (Rope(700.0), Rope(70.0))
     flat = {"rope_parameters": "DELETE", "rope_theta": 700.0, "rope_local_base_freq": 70.0, "rope_scaling": None}
     pattern = {"layer_types": "DELETE", "sliding_window_pattern": 3}
     edit(folder / "config.json", flat | pattern)
     assert load_model_config(folder) == config
     edit(folder / "config.json", {"rope_theta": "DELETE", "rope_local_base_freq": "DELETE"})
-    assert load_model_config(folder) == replace(config, rope_theta=1e6, local_rope_theta=1e4)
+    assert load_model_config(folder) == replace(config, rope=Rope(1e6), local_rope=Rope(1e4))
 
 
 def test_gtes_qwen2_is_bidirectional_unless_it_says_otherwise(copy: Callable[..., Path]) -> None:

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from engine import kernels
 from engine.model.decoder import Decoder, DecoderAttention, DecoderConfig, LoadNorm, decoder_shape, read_windows
-from engine.model.keys import Keys, read_local_layers, read_rope
+from engine.model.keys import Keys, read_local_layers
 from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual, RMSNorm
 from engine.model.layers.self_attention import AttentionCall, SelfAttention, rope_angles
+from engine.model.rope import Rope, read_rope
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -21,7 +22,7 @@ from engine.run.batch import PackedBatch
 class Gemma3Config(DecoderConfig):
     """Gemma 3's config. Scores are divided by the root of `query_pre_attn_scalar`, not by the root of head_dim."""
 
-    local_rope_theta: float
+    local_rope: Rope
     query_pre_attn_scalar: float
 
 
@@ -44,11 +45,11 @@ class Gemma3(Decoder):
         if not causal:  # then the window counts the tokens on both sides together
             sliding_window //= 2
         local_layers = read_local_layers(keys, lambda index: (index + 1) % pattern > 0)
+        rope = read_rope(keys, "full_attention", otherwise=1e6, scalings=("linear",))
         return Gemma3Config(
-            **decoder_shape(keys, head_dim=256, causal=causal),
+            **decoder_shape(keys, head_dim=256, causal=causal, rope=rope),
             **read_windows(keys, sliding_window, local_layers, causal),
-            rope_theta=read_rope(keys, "full_attention", otherwise=1e6).theta,
-            local_rope_theta=read_rope(keys, "sliding_attention", "rope_local_base_freq", 1e4).theta,
+            local_rope=read_rope(keys, "sliding_attention", "rope_local_base_freq", 1e4),
             qk_norm=True,
             query_pre_attn_scalar=keys.real("query_pre_attn_scalar", 256),
         )
@@ -79,8 +80,8 @@ class Gemma3(Decoder):
             return RMSNorm(checkpoint.derive((width,), lambda: ((1 + weight) * factor).to(checkpoint.dtype)), config.norm_eps)
 
         global_angles, local_angles = (
-            rope_angles(checkpoint, config.head_dim, theta, config.max_position_embeddings)
-            for theta in (config.rope_theta, config.local_rope_theta)
+            rope_angles(checkpoint, config.head_dim, rope, config.max_position_embeddings)
+            for rope in (config.rope, config.local_rope)
         )
         self.layers = [
             _Layer(config, checkpoint, index, norm, local_angles if index in config.local_layers else global_angles)

@@ -8,21 +8,21 @@ from torch import Tensor
 from engine import kernels
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.encoder import Encoder
-from engine.model.keys import Keys, Rope, read_rope, read_shape
+from engine.model.keys import Keys, read_shape
 from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm
 from engine.model.layers.post_norm import FeedForward, PostNormLayer
 from engine.model.layers.self_attention import SelfAttention, rope_angles
+from engine.model.rope import LinearScaling, NtkScaling, Rope, read_rope
 from engine.model.weights import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GteConfig(ModelConfig):
-    """GTE's config. The table of RoPE has the base `rope_theta`, and all its angles are divided by `rope_scale`."""
+    """GTE's config. NTK scaling has become another base, and a divisor of all angles."""
 
-    rope_theta: float
-    rope_scale: float = 1.0
+    rope: Rope
 
 
 class Gte(Encoder):
@@ -48,8 +48,8 @@ class Gte(Encoder):
         keys.refuse("logn_attention_scale", (False, None), "scores are not scaled by a text's length")
         keys.refuse("pack_qkv", (True, None), "only Q, K and V in one tensor")
         shape = read_shape(keys)
-        theta, scale = _scaled(read_rope(keys, scalings=("linear", "ntk")), shape["head_dim"])
-        return GteConfig(**shape, rope_theta=theta, rope_scale=scale, type_vocab_size=keys.number("type_vocab_size", 1, least=0))
+        rope = _scaled(read_rope(keys, scalings=("linear", "ntk")), shape["head_dim"])
+        return GteConfig(**shape, rope=rope, type_vocab_size=keys.number("type_vocab_size", 1, least=0))
 
     @staticmethod
     def peak_values(config: GteConfig) -> int:
@@ -62,8 +62,7 @@ class Gte(Encoder):
 
     def __init__(self, config: GteConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint)
-        positions = config.max_position_embeddings
-        angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, positions, config.rope_scale)
+        angles = rope_angles(checkpoint, config.head_dim, config.rope, config.max_position_embeddings)
         self.layers = [_layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
 
 
@@ -84,13 +83,15 @@ def _layer(config: GteConfig, checkpoint: WeightSource, index: int, angles: Tens
     )
 
 
-def _scaled(rope: Rope, head_dim: int) -> tuple[float, float]:
-    """(base, divisor of all angles).
+def _scaled(rope: Rope, head_dim: int) -> Rope:
+    """The same RoPE without NTK scaling.
 
     Source of NTK scaling by the factor f: `NTKScalingRotaryEmbedding` of new-impl. For a text of any length it multiplies the
     base by f and divides the angles by f^(2 / D).
     """
-    if rope.kind != "ntk":
-        return rope.theta, rope.factor
-    factor = max(rope.factor, 1.0)  # new-impl never shrinks
-    return rope.theta * factor, factor ** (2 / head_dim)
+    if not isinstance(rope.scaling, NtkScaling):
+        return rope
+    factor = rope.scaling.factor
+    if factor <= 1:  # new-impl never shrinks
+        return Rope(rope.theta)
+    return Rope(rope.theta * factor, LinearScaling(factor ** (2 / head_dim)))

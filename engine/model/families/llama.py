@@ -1,11 +1,11 @@
 """Llama as an embedding model: the plain decoder."""
 
 from engine.model.decoder import Decoder, DecoderConfig, decoder_shape
-from engine.model.keys import Keys, read_rope
+from engine.model.keys import Keys
 
 
 class Llama(Decoder):
-    """Source: `LlamaModel` of transformers. The engine refuses Llama 3's scaled RoPE."""
+    """Published: meta-llama/Llama-3.*-Instruct. Source: `LlamaModel` of transformers."""
 
     architectures = ("LlamaModel", "LlamaForCausalLM")
     classifiers = ("LlamaForSequenceClassification",)
@@ -15,4 +15,4 @@ class Llama(Decoder):
         keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         keys.refuse("attention_bias", (False, None), "Llama's projections have no bias")
         keys.refuse("mlp_bias", (False, None), "Llama's projections have no bias")
-        return DecoderConfig(**decoder_shape(keys), rope_theta=read_rope(keys).theta)
+        return DecoderConfig(**decoder_shape(keys))

@@ -1,7 +1,7 @@
 """Mistral as an embedding model: a decoder without norms of Q and K and without biases. Its attention often has a window."""
 
 from engine.model.decoder import Decoder, DecoderConfig, decoder_shape, read_windows
-from engine.model.keys import Keys, read_rope
+from engine.model.keys import Keys
 
 
 class Mistral(Decoder):
@@ -20,4 +20,4 @@ class Mistral(Decoder):
         sliding_window = keys.get("sliding_window", 4096)  # null means no window; transformers' default is 4096
         local_layers = () if sliding_window is None else tuple(range(shape["n_layers"]))
         windows = read_windows(keys, sliding_window, local_layers, shape["causal"])
-        return DecoderConfig(**shape, **windows, rope_theta=read_rope(keys).theta)
+        return DecoderConfig(**shape, **windows)

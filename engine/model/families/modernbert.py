@@ -9,11 +9,12 @@ from engine import kernels
 from engine.heads.splade import MaskedLMNames
 from engine.model.config import HeadConfig, ModelConfig, SpladeConfig
 from engine.model.encoder import Encoder
-from engine.model.keys import Keys, ShapeKeys, head_activation, read_local_layers, read_rope, read_shape
+from engine.model.keys import Keys, ShapeKeys, head_activation, read_local_layers, read_shape
 from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm, Residual
 from engine.model.layers.self_attention import AttentionCall, SelfAttention, rope_angles
+from engine.model.rope import Rope, read_rope
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -24,8 +25,8 @@ class ModernBertConfig(ModelConfig):
 
     window: int
     local_layers: tuple[int, ...]
-    global_theta: float
-    local_theta: float
+    global_rope: Rope
+    local_rope: Rope
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -50,15 +51,15 @@ class ModernBert(Encoder):
     def read_config(keys: Keys) -> ModernBertConfig:
         keys.refuse("hidden_activation", ("gelu",), "only exact GeLU")
         every = keys.number("global_attn_every_n_layers", 3)
-        global_theta = read_rope(keys, "full_attention", "global_rope_theta", 160_000.0).theta
+        global_rope = read_rope(keys, "full_attention", "global_rope_theta", 160_000.0)
         # transformers 4 takes null for the base of the global layers.
-        local_default = 10_000.0 if "local_rope_theta" not in keys.values else global_theta
+        local_default = 10_000.0 if "local_rope_theta" not in keys.values else global_rope.theta
         return ModernBertConfig(
             **read_shape(keys, ShapeKeys(norm_eps="norm_eps"), eps=1e-5),
             window=keys.number("local_attention", 128) // 2,
             local_layers=read_local_layers(keys, lambda index: index % every != 0),
-            global_theta=global_theta,
-            local_theta=read_rope(keys, "sliding_attention", "local_rope_theta", local_default).theta,
+            global_rope=global_rope,
+            local_rope=read_rope(keys, "sliding_attention", "local_rope_theta", local_default),
             norm_bias=bool(keys.get("norm_bias")),
             attention_bias=bool(keys.get("attention_bias")),
             mlp_bias=bool(keys.get("mlp_bias")),
@@ -98,8 +99,8 @@ class ModernBert(Encoder):
     def __init__(self, config: ModernBertConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint, norm_biased=config.norm_bias)
         global_angles, local_angles = (
-            rope_angles(checkpoint, config.head_dim, theta, config.max_position_embeddings)
-            for theta in (config.global_theta, config.local_theta)
+            rope_angles(checkpoint, config.head_dim, rope, config.max_position_embeddings)
+            for rope in (config.global_rope, config.local_rope)
         )
         self.layers = [
             _Layer(config, checkpoint, index, local_angles if index in config.local_layers else global_angles)

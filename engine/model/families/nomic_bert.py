@@ -11,13 +11,14 @@ from engine import kernels
 from engine.errors import ModelError
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.encoder import Encoder
-from engine.model.keys import Keys, ShapeKeys, read_rope, read_shape
+from engine.model.keys import Keys, ShapeKeys, read_shape
 from engine.model.layers.gated import Gated
 from engine.model.layers.linear import Linear
 from engine.model.layers.moe import Experts
 from engine.model.layers.norm import LayerNorm, Residual
 from engine.model.layers.post_norm import FeedForward, PostNormLayer
 from engine.model.layers.self_attention import SelfAttention, rope_angles
+from engine.model.rope import Rope, read_rope
 from engine.model.weights import WeightSource
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class NomicBertConfig(ModelConfig):
     """NomicBERT's config. `activation` is swiglu, geglu or gelu. `has_experts` is true for layers with a mixture of experts."""
 
-    rope_theta: float
+    rope: Rope
     activation: str
     has_experts: tuple[bool, ...]
     num_experts: int = 0
@@ -68,7 +69,7 @@ class NomicBert(Encoder):
 
     def __init__(self, config: NomicBertConfig, checkpoint: WeightSource) -> None:
         super().__init__(config, checkpoint)
-        angles = rope_angles(checkpoint, config.head_dim, config.rope_theta, config.max_position_embeddings)
+        angles = rope_angles(checkpoint, config.head_dim, config.rope, config.max_position_embeddings)
         self.layers = [_layer(config, checkpoint, index, angles) for index in range(config.n_layers)]
 
 
@@ -137,7 +138,7 @@ def _authors_config(keys: Keys) -> NomicBertConfig:
             raise ModelError(f"{keys.path}: moe_top_k = {top_k} of num_experts = {num_experts}")
     return NomicBertConfig(
         **shape,
-        rope_theta=float(keys.real("rotary_emb_base", 1000)),
+        rope=Rope(float(keys.real("rotary_emb_base", 1000))),
         type_vocab_size=keys.number("type_vocab_size", 2, least=0),
         activation=activation,
         has_experts=has_experts,
@@ -188,7 +189,7 @@ def _transformers_config(keys: Keys) -> NomicBertConfig:
     keys.refuse("head_dim", (None, shape["head_dim"]), "only hidden_size / num_attention_heads")
     return NomicBertConfig(
         **shape,
-        rope_theta=read_rope(keys).theta,
+        rope=read_rope(keys),
         type_vocab_size=keys.number("type_vocab_size", 2, least=0),
         activation="swiglu",
         has_experts=(False,) * shape["n_layers"],

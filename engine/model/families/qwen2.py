@@ -1,7 +1,7 @@
 """Qwen2 as an embedding model: a decoder whose Q, K and V have biases."""
 
 from engine.model.decoder import Decoder, DecoderConfig, Windows, decoder_shape, read_windows
-from engine.model.keys import Keys, read_local_layers, read_rope
+from engine.model.keys import Keys, read_local_layers
 
 
 class Qwen2(Decoder):
@@ -18,7 +18,7 @@ class Qwen2(Decoder):
         keys.refuse("hidden_act", ("silu",), "only SwiGLU")
         shape = decoder_shape(keys, causal=False if _of_gte(keys) else None)
         windows = qwen_windows(keys, shape["causal"])
-        return DecoderConfig(**shape, **windows, rope_theta=read_rope(keys).theta, qkv_bias=True)
+        return DecoderConfig(**shape, **windows, qkv_bias=True)
 
 
 def _of_gte(keys: Keys) -> bool:

@@ -2,7 +2,7 @@
 
 from engine.model.decoder import Decoder, DecoderConfig, decoder_shape
 from engine.model.families.qwen2 import qwen_windows
-from engine.model.keys import Keys, read_rope
+from engine.model.keys import Keys
 
 
 class Qwen3(Decoder):
@@ -18,4 +18,4 @@ class Qwen3(Decoder):
         keys.refuse("attention_bias", (False, None), "Qwen3 projections have no bias")
         shape = decoder_shape(keys, head_dim=128)
         windows = qwen_windows(keys, shape["causal"])
-        return DecoderConfig(**shape, **windows, rope_theta=read_rope(keys).theta, qk_norm=True)
+        return DecoderConfig(**shape, **windows, qk_norm=True)

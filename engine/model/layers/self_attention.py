@@ -1,6 +1,7 @@
 """Self-attention of one layer, from the residual stream to the mixed values before the output projection."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from engine.model.layers.attention import Attention
 from engine.model.layers.cached_attention import CachedAttention
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import Residual
+from engine.model.rope import Rope, YarnScaling, divisors
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
 
@@ -19,9 +21,11 @@ from engine.run.batch import PackedBatch
 AttentionCall = Callable[[Tensor, bool], MaybeQuantized]
 
 
-def rope_angles(source: WeightSource, head_dim: int, theta: float, positions: int, scale: float = 1.0) -> Tensor:
+def rope_angles(source: WeightSource, head_dim: int, rope: Rope, positions: int) -> Tensor:
     """The table of RoPE, [positions, D / 2, 2] fp32. See `rope_table`."""
-    return source.derive((positions, head_dim // 2, 2), lambda: rope_table(head_dim, theta, positions, source.device, scale))
+    factor = rope.scaling.attention if isinstance(rope.scaling, YarnScaling) else 1.0
+    table = partial(rope_table, head_dim, rope.theta, positions, source.device, divisors(head_dim, rope), factor)
+    return source.derive((positions, head_dim // 2, 2), table)
 
 
 class SelfAttention:
