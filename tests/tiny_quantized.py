@@ -81,16 +81,16 @@ def shuffled(k: int, group: int) -> Ints:
     return random(k, group).permutation(in_order(k, group))
 
 
-def awq(group: int) -> Form:
+def awq(group: int, symmetric: bool = False) -> Form:
     def write(n: int, k: int) -> tuple[Tensor, Tensors]:
-        codes, zeros, scales = drawn(n, k, group, 4, symmetric=False)
+        codes, zeros, scales = drawn(n, k, group, 4, symmetric)
         return values(codes, zeros, scales, in_order(k, group)), {
             "qweight": packed_columns(codes.T, order=AWQ_ORDER),
             "qzeros": packed_columns(zeros.T, order=AWQ_ORDER),
             "scales": scales.T.contiguous(),
         }
 
-    more = {"modules_to_not_convert": None, "version": "gemm", "zero_point": True}
+    more = {"modules_to_not_convert": None, "version": "gemm", "zero_point": not symmetric}
     return Form(write, {"quant_method": "awq", "bits": 4, "group_size": group} | more)
 
 
@@ -251,6 +251,7 @@ FORMS: dict[str, Form] = {
     "ct packed int8": packed(128, bits=8),
     "ct packed int8 asymmetric": packed(64, bits=8, symmetric=False),
     **{f"awq {group}": awq(group) for group in (32, 64, 128)},
+    "awq symmetric": awq(64, symmetric=True),
     "gptq v1": gptq(64),
     "gptq v1 symmetric": gptq(128, symmetric=True),
     "gptq v2": gptq(64, version=2),

@@ -378,6 +378,39 @@ def test_fp8_with_layers_in_16_bits_is_planned_in_16_bits(
     assert (kept_form(scheme) is None) == in_16_bits
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "in_16_bits"),
+    [
+        ("fp8 blocks", {"ignored_layers": ["model.layers.0.self_attn.k_proj"]}, True),
+        ("awq 64", {"modules_to_not_convert": ["lm_head"]}, False),
+        ("awq 64", {"modules_to_not_convert": ["self_attn"]}, True),
+        ("gptq v1", {"dynamic": {"-:lm_head": {}}}, False),
+        ("gptq v1", {"dynamic": {r"-:.*k_proj": {}}}, True),
+        ("gptq v1", {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 16}}}, True),
+        ("gptq v1", {"modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]]}, True),
+        (
+            "gptq v1",
+            {
+                "modules_in_block_to_quantize": [
+                    *([f"self_attn.{each}_proj"] for each in "qkvo"),
+                    ["mlp.gate_proj", "mlp.up_proj"],
+                    ["mlp.down_proj"],
+                ]
+            },
+            False,
+        ),
+        ("ct int4 64", {"ignore": ["re:.*lm_head", "model.embed_tokens"]}, False),
+        ("ct int4 64", {"ignore": ["lm_head", "model.layers.1.mlp.down_proj"]}, True),
+    ],
+)
+def test_layers_in_16_bits_are_planned_in_16_bits(
+    tiny: Tiny, tmp_path: Path, name: str, change: dict[str, Any], in_16_bits: bool
+) -> None:
+    folder = generator(tiny, name, tmp_path)
+    change_config(folder, {"quantization_config": FORMS[name].config | change})
+    assert (kept_form(load_model_config(folder).quantization) is None) == in_16_bits
+
+
 @pytest.mark.parametrize("name", ["modelopt fp8", "modelopt nvfp4"])
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
 def test_modelopt_with_layers_in_16_bits_is_planned_in_16_bits(tiny: Tiny, tmp_path: Path, name: str, key: str) -> None:

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_quantized import FORMS, Tensors, change_config, change_tensors, quantize
+from tiny_quantized import FORMS, Tensors, change_config, change_tensors, packed_columns, quantize
 
 from engine import Engine, ModelError
 from engine.model.folder import load_model_config
 from engine.model.footprint import footprint
-from engine.model.quantized.scheme import CompressedTensors, Group
+from engine.model.quantized.gptq import read_gptq
+from engine.model.quantized.parts import Parts
+from engine.model.quantized.scheme import CompressedTensors, Gptq, Group
 
 Tiny = Callable[..., Path]
 MODULE = "model.layers.0.self_attn.k_proj"
@@ -146,6 +148,8 @@ def weights(**change: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda config: config["config_groups"]["group_0"]["weights"].update(change)
 
 
+# The keys of AutoRound for the tensors of "gptq v1".
+AUTO_ROUND = {"quant_method": "auto-round", "sym": False, "data_type": "int", "packing_format": "auto_round:auto_gptq"}
 KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "method": ("awq 64", lambda config: config.update(quant_method="bitsandbytes"), r"quant_method = 'bitsandbytes'.*only fp8"),
     "no method": ("awq 64", lambda config: config.pop("quant_method"), r"quant_method = None"),
@@ -154,12 +158,19 @@ KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "awq's version": ("awq 64", lambda config: config.update(version="gemv"), r"version = 'gemv' .*only gemm"),
     "awq's backend": ("awq 64", lambda config: config.update(backend="llm-awq"), r"backend = 'llm-awq'"),
     "awq's group": ("awq 64", lambda config: config.update(group_size=0), r"group_size = 0"),
-    "awq without zeros": ("awq 64", lambda config: config.update(zero_point=False), r"zero_point = False"),
+    "awq's zeros": ("awq 64", lambda config: config.update(zero_point="no"), r"zero_point = 'no'"),
+    "auto-round's packing": (
+        "gptq v1", lambda config: config.update(AUTO_ROUND | {"packing_format": "auto_round:gptq"}), r"'auto_round:gptq'",
+    ),
+    "auto-round's numbers": ("gptq v1", lambda config: config.update(AUTO_ROUND | {"data_type": "mx_fp"}), r"= 'mx_fp'"),
     "gptq's bits": ("gptq v1", lambda config: config.update(bits=2), r"bits = 2"),
     "bits that are a truth": ("gptq v1", lambda config: config.update(bits=True), r"bits = True"),
     "gptq's layout": ("gptq v1", lambda config: config.update(checkpoint_format="marlin"), r"checkpoint_format = 'marlin'"),
     "gptq's layout by its newer name": ("gptq v1", lambda config: config.update(format="bitblas"), r"format = 'bitblas'"),
-    "layers of their own": ("gptq v1", lambda config: config.update(dynamic={"-:x": {}}), r"dynamic = .*only none"),
+    "layers of their own": ("gptq v1", lambda config: config.update(dynamic={"-:x": {}, "+:y": {}}), r"dynamic = .*only mod"),
+    "layers of their own in awq": ("awq 64", lambda config: config.update(dynamic={"y": {"bits": 8}}), r"dynamic = .*only mod"),
+    "layers of 8 bits": ("gptq v1", lambda config: config.update(extra_config={"y": {"bits": 8}}), r"extra_config = .*only mod"),
+    "a block": ("ct fp8 blocks", weights(block_structure="128 x 128"), r"block_structure = '128 x 128'"),
     "fp8's numbers": ("fp8 blocks", lambda config: config.update(fmt="e5m2"), r"fmt = 'e5m2'"),
     "fp8's block": ("fp8 blocks", lambda config: config.update(weight_block_size=[128]), r"weight_block_size = \[128\]"),
     "modelopt's algorithm": ("modelopt nvfp4", lambda config: config.update(quant_algo="NVFP4_AWQ"), r"quant_algo = 'NVFP4_AWQ'"),
@@ -190,6 +201,127 @@ def test_a_key_that_cannot_be_honoured_is_named(tiny: Tiny, tmp_path: Path, case
     change_config(folder, {"quantization_config": config})
     with pytest.raises(ModelError, match=rf"config.json: .*{error}.*not quantised"):
         load_model_config(folder)
+
+
+def without(key: str, at: str = "") -> Callable[[dict[str, Any]], Any]:
+    """Removes a key, also from the objects below `at`."""
+
+    def change(config: dict[str, Any]) -> None:
+        its = config["config_groups"]["group_0"][at] if at else config
+        its.pop(key, None)
+
+    return change
+
+
+def replaced(config: dict[str, Any], new: dict[str, Any]) -> None:
+    config.clear()
+    config |= new
+
+
+def with_scales(*names: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
+
+
+def without_order(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith("g_idx")]:
+        del tensors[name]
+
+
+def zeros_of_version_2(tensors: Tensors) -> None:
+    tensors |= {name: tensor + 0x11111111 for name, tensor in tensors.items() if name.endswith("qzeros")}
+
+
+# Other ways in which publishers write the same: (the form, the change of config.json's entry, the change of the tensors).
+SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], Callable[[Tensors], Any]]] = {
+    "gptq's zeros of version 2": ("gptq v1 symmetric", lambda config: None, zeros_of_version_2),
+    "gptq's head": ("gptq v1", lambda config: config.update(dynamic={"-:lm_head": {}}), lambda tensors: None),
+    "awq without zeros": ("awq symmetric", lambda config: None, lambda tensors: None),
+    "awq's kernels": ("awq 64", lambda config: config.update(backend="marlin"), lambda tensors: None),
+    "auto-round": ("gptq v1", lambda config: config.update(AUTO_ROUND), without_order),
+    "auto-round, symmetric": (
+        "gptq v1 symmetric", lambda config: config.update(AUTO_ROUND | {"sym": True, "packing_format": "auto_round"}),
+        zeros_of_version_2,
+    ),
+    "auto-round's head": (
+        "gptq v1", lambda config: config.update(AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 16}}}), without_order,
+    ),
+    "auto-round as awq": (
+        "awq 64", lambda config: config.update(AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}), lambda tensors: None,
+    ),
+    "modelopt without its name": ("modelopt fp8", without("quant_method"), lambda tensors: None),
+    "modelopt's nested keys": (
+        "modelopt nvfp4", lambda config: replaced(config, {"quant_method": "modelopt", "quantization": dict(config)}),
+        lambda tensors: None,
+    ),
+    "modelopt's weights": ("modelopt nvfp4", lambda config: config.update(quant_algo="W4A16_NVFP4"), lambda tensors: None),
+    "modelopt's cache": (
+        "modelopt fp8", lambda config: None, with_scales("k_proj.k_scale", "v_proj.v_scale"),
+    ),
+    "fp8's cache": ("fp8 tensor", lambda config: None, with_scales("kv_scale", "q_scale")),
+    "a block as a text": ("ct fp8 blocks", weights(block_structure="128x128"), lambda tensors: None),
+    "no strategy of groups": ("ct int4 64", without("strategy", "weights"), lambda tensors: None),
+    "no strategy of rows": (
+        "ct int4 None", lambda config: (weights(group_size=-1)(config), without("strategy", "weights")(config)),
+        lambda tensors: None,
+    ),
+    "no strategy of a matrix": ("ct fp8 tensor", without("strategy", "weights"), lambda tensors: None),
+    "an entry within an entry": (
+        "ct int8", lambda config: replaced(config, {"quantization_config": dict(config)}), lambda tensors: None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPELLINGS)
+def test_other_spellings_mean_the_same(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    name, change, change_of_tensors = SPELLINGS[case]
+    folder, plain = folders(tiny, name, tmp_path)
+    config = deepcopy(FORMS[name].config)
+    change(config)
+    change_config(folder, {"quantization_config": config})
+    change_tensors(folder, change_of_tensors)
+    np.testing.assert_array_equal(load(folder).embed(["w1 w2"]), load(plain).embed(["w1 w2"]))
+
+
+def test_modelopts_own_file_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    folder, plain = folders(tiny, "modelopt fp8", tmp_path)
+    change_config(folder, {"quantization_config": None})
+    own = folder / "hf_quant_config.json"
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    own.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    np.testing.assert_array_equal(load(folder).embed(["w1 w2"]), load(plain).embed(["w1 w2"]))
+    own.write_text(json.dumps({"quantization": said | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo = 'W4A8_AWQ' is not supported"):
+        load_model_config(folder)
+    own.write_text(json.dumps({"quantization": said | {"quant_algo": None}}))
+    assert load_model_config(folder).quantization is None
+
+
+def test_zeros_that_config_json_excludes_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    for name, change, error in (
+        ("gptq v1", {"sym": True}, r"q_proj.qzeros has other zeros than 8, but config.json says sym = true"),
+        ("awq 64", {"zero_point": False}, r"q_proj.qzeros has other zeros than 8, but config.json says zero_point = false"),
+    ):
+        folder, _ = folders(tiny, name, tmp_path / name)
+        change_config(folder, {"quantization_config": FORMS[name].config | change})
+        with pytest.raises(ModelError, match=error):
+            load(folder)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_of_0_borrows_in_version_1(bits: int) -> None:
+    """Writers subtract 1 from all fields of a word at once."""
+    zeros = np.random.default_rng(0).integers(0, 1 << bits, (3, 16))
+    zeros[0] = 0
+    words = packed_columns(zeros, bits) - {4: 0x11111111, 8: 0x01010101}[bits]
+    tensors = {
+        "qweight": torch.zeros(6 * bits, 16, dtype=torch.int32),
+        "qzeros": words,
+        "scales": torch.ones(3, 16).half(),
+    }
+    parts = Parts("x", Path(), {name: name for name in tensors}, tensors.__getitem__)
+    found = read_gptq(parts, Gptq(4 if bits == 4 else 8, 64, symmetric=False, reorders=False, adds_one=True))
+    assert found.zeros is not None
+    assert found.zeros.T.tolist() == zeros.tolist()
 
 
 def test_the_older_name_of_the_key_is_read(tiny: Tiny, tmp_path: Path) -> None:

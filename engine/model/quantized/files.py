@@ -27,6 +27,8 @@ _OTHERS = (
 _CACHE_SCALES = (
     ".self_attn.k_scale",
     ".self_attn.v_scale",
+    ".self_attn.q_scale",
+    ".self_attn.kv_scale",
     ".k_proj.output_scale",
     ".v_proj.output_scale",
     ".k_proj.k_scale",
@@ -52,8 +54,8 @@ class QuantizedFiles:
         """
         self._files, self._scheme, self._folder, self._to_device, self._dtype = files, scheme, folder, to_device, dtype
         self._file_of = {name: file for file in files for name in file.names}
-        # config.json's fp8 has no key for a cache in 8 bits.
-        if isinstance(scheme, Fp8) or (isinstance(scheme, CompressedTensors | ModelOpt) and scheme.has_cache_scales):
+        # config.json's fp8 has no key for a cache in 8 bits. ModelOpt may have it in another file.
+        if isinstance(scheme, Fp8 | ModelOpt) or (isinstance(scheme, CompressedTensors) and scheme.has_cache_scales):
             self._file_of = {name: file for name, file in self._file_of.items() if not name.endswith(_CACHE_SCALES)}
         self._left: dict[WeightFile, set[str]] = {file: set() for file in files}  # tensors that are not taken yet
         for name, file in self._file_of.items():

@@ -136,9 +136,9 @@ def kept_form(scheme: Quantization | None, columns: int = _SIDE) -> Form | None:
     """
     form = None
     match scheme:
-        case Gptq(bits=bits, symmetric=symmetric):
+        case Gptq(bits=bits, symmetric=symmetric, ignores_layers=False):
             form = _form_of_groups(scheme.group_size, columns, bits, has_zeros=bits == 4 or not symmetric)
-        case Awq():
+        case Awq(ignores_layers=False):
             form = _form_of_groups(scheme.group_size, columns, 4, has_zeros=True)
         case ModelOpt(algorithm="NVFP4", ignores_layers=False):
             form = Form(NVFP4_GROUP, is_float=True)
@@ -146,8 +146,8 @@ def kept_form(scheme: Quantization | None, columns: int = _SIDE) -> Form | None:
             form = _form_of_blocks(None, columns, is_float=True)
         case Fp8(ignores_layers=False):
             form = _form_of_blocks(scheme.block, columns, is_float=True)
-        case CompressedTensors(groups=(Group(targets=targets) as group,), ignore=ignore):
-            if "Linear" in targets and set(ignore) <= {"lm_head"}:
+        case CompressedTensors(groups=(Group(targets=targets) as group,), ignores_layers=False):
+            if "Linear" in targets:
                 form = _form_of(group, columns)
     return form if form is not None and form.fits(_SIDE, _SIDE) else None
 

@@ -35,6 +35,7 @@ class Gptq:
     symmetric: bool  # config.json says that every zero is 2^(bits - 1)
     reorders: bool  # desc_act: g_idx gives the group of each column
     adds_one: bool
+    ignores_layers: bool = False  # as in `Fp8`
 
     def values_a_code(self, module: str) -> int:
         return 32 // self.bits
@@ -45,7 +46,11 @@ class Gptq:
 
 @dataclass(frozen=True, slots=True)
 class Awq:
+    """AWQ in its gemm version. `group_size` as in `Gptq`."""
+
     group_size: int | None
+    has_zeros: bool = True  # False: config.json says that every zero is 8
+    ignores_layers: bool = False  # as in `Fp8`
 
     def values_a_code(self, module: str) -> int:
         return 8
@@ -59,7 +64,6 @@ class ModelOpt:
     """NVIDIA's ModelOpt: NVFP4, or FP8 with one scale for the matrix."""
 
     algorithm: Literal["NVFP4", "FP8"]
-    has_cache_scales: bool  # as in `CompressedTensors`
     inputs_in_4_bits: bool = False  # as in `Group`
     ignores_layers: bool = False  # as in `Fp8`
 
@@ -95,6 +99,7 @@ class CompressedTensors:
     groups: tuple[Group, ...]
     ignore: tuple[str, ...]
     has_cache_scales: bool = False  # scales for keys and values in 8 bits; the engine does not use them
+    ignores_layers: bool = False  # as in `Fp8`
 
     def group_of(self, module: str) -> Group | None:
         """The group of a linear layer. A target with the layer's name comes before one with its class. None: ignored."""
