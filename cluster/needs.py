@@ -30,7 +30,7 @@ from cluster.throughput import (
     pipeline_tokens_per_s,
     tokens_per_s,
 )
-from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName, compute_dtype
+from engine.devices import DTYPES, LEAST_CAPABILITY, LEAST_OF_KERNELS, DtypeName, compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
@@ -77,9 +77,17 @@ def in_dtype(entry: ModelEntry, dtype: DtypeName) -> ModelEntry:
 
 def runs(dtype: Dtype, node: Node) -> bool:
     """Whether the node can compute in this dtype, however slowly."""
+    if not has_kernels(node):
+        return False
     if dtype == "float16":
         return bool(node.cards)
     return (capability_of(node) or (0, 0)) >= (least_capability(dtype) or (0, 0))
+
+
+def has_kernels(node: Node) -> bool:
+    """Whether the engine runs on the node's cards. It does on every node without cards."""
+    capability = capability_of(node)
+    return capability is None or capability >= LEAST_OF_KERNELS
 
 
 def least_capability(dtype: Dtype) -> tuple[int, int] | None:
@@ -230,7 +238,8 @@ class Needs:
         entry = in_dtype(given, dtype)
         # An operator may choose a dtype that a node computes slowly; "auto" never does.
         may = partial(self.runs_fast, dtype, entry) if given.dtype == "auto" else partial(runs, dtype)
-        cuts = {name: self.pipeline(entry, node) for name, node in self.classes.items() if may(node)}
+        able = {name: node for name, node in self.classes.items() if has_kernels(node) and may(node)}
+        cuts = {name: self.pipeline(entry, node) for name, node in able.items()}
         classes = [name for name, found in cuts.items() if not isinstance(found, str)]
         return Demand(
             entry.name,

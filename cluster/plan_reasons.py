@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from cluster.amounts import capability, gib, gib_up
 from cluster.model_spec import Dtype
-from cluster.needs import Pipeline, least_capability, may_have
+from cluster.needs import Pipeline, has_kernels, least_capability, may_have
 from cluster.placement import Slot
 from cluster.slots import CARD_REPLICA_CPUS, CORES_A_REPLICA, GATEWAY_CPUS
+from engine.devices import LEAST_OF_KERNELS
 
 if TYPE_CHECKING:
     from cluster.plan import Plan
@@ -58,7 +59,10 @@ class Reasons:
         possible = [slot for slot in allowed if slot.node_class in demand.bytes_on]
         if not possible:
             classes = sorted({slot.node_class for slot in allowed})
-            return _cannot_run(self._plan.entries[name].dtype, classes) if classes else "nodes and not_nodes leave no node for it"
+            if not classes:
+                return "nodes and not_nodes leave no node for it"
+            is_old = not any(has_kernels(self._plan.classes[each]) for each in classes)
+            return _cannot_run("auto" if is_old else self._plan.entries[name].dtype, classes)
         used: Counter[Slot] = Counter()
         for each in self._plan.placement.replicas:
             used[each.slot] += self._plan.demands[each.model].bytes_on[each.slot.node_class]
@@ -103,12 +107,13 @@ class Reasons:
 
 
 def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
-    least = least_capability(dtype)
+    least = LEAST_OF_KERNELS if dtype == "auto" else least_capability(dtype)
     if least is None:
         return f"{dtype} does not run on a CPU"
     names = [*classes[:3], *([f"{len(classes) - 3} more"] if classes[3:] else [])]
     there = f"{', '.join(names[:-1])} and {names[-1]} have" if names[1:] else f"{names[0]} has"
-    return f"{dtype} needs a card of compute capability {capability(least)} or later; {there} no such card"
+    what = "the engine" if dtype == "auto" else dtype
+    return f"{what} needs an NVIDIA card of compute capability {capability(least)} or later; {there} no such card"
 
 
 def _where(slot: Slot) -> str:

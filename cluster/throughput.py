@@ -95,10 +95,13 @@ _CPU_BANDWIDTH = 40e9
 _GEMM_SHARE = 0.88  # of `Speed.gemm`, which a model's GEMMs reach on the H200
 _MIG_SLICES = 7  # of a whole GPU; the same on every GPU that has MIG
 
-# Compute capability by the card's name, for cards from a file. A card without a matching pattern is assumed to be newer than all
-# of these.
+# Compute capability by the card's name, for cards from a file. The first pattern that occurs in the name is used. A card without
+# a matching pattern is assumed to be newer than all of these.
 _OLDER_CARDS = {
-    r"t4|v100|p100|p40|p4|titan|quadro rtx|rtx 20[678]0|gtx": (7, 5),  # or lower
+    r"radeon|instinct|mi\d{3}x?|arc|gaudi": (0, 0),  # not NVIDIA's
+    r"t4|titan rtx|quadro rtx|rtx 20[678]0|gtx 16\d\d": (7, 5),
+    r"v100|titan v": (7, 0),
+    r"p100|p40|p4|titan|gtx": (6, 1),  # or lower
     r"a100|a800|a30": (8, 0),
     r"a10g?|a16|a2|a40|rtx a\d{4}|rtx 30[5-9]0": (8, 6),
     r"orin": (8, 7),

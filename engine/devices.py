@@ -22,6 +22,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 }
 
 
+LEAST_OF_KERNELS = (7, 5)  # the least compute capability for which CUDA 13 compiles
 # The least compute capability of a GPU for layers in a dtype of 4 or 8 bits.
 LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0), INT4: (8, 0)}
 

@@ -310,9 +310,9 @@ class Passes:
 
     def failed(self, slices: Sequence[Slice], error: BaseException) -> None:
         """Fail the requests of these slices. After DeviceLost no pass can succeed, and `device_lost` is True."""
-        log.error(
-            "a batch of %d sequences failed", sum(part.num_seqs for part in slices), exc_info=error, extra={"tags": _tags(slices)}
-        )
+        if isinstance(error, Exception):  # Ctrl-C in a terminal is no fault
+            num_seqs = sum(part.num_seqs for part in slices)
+            log.error("a batch of %d sequences failed", num_seqs, exc_info=error, extra={"tags": _tags(slices)})
         if isinstance(error, DeviceLost):
             self.device_lost = True
         told = error if isinstance(error, BackendError | EngineStopped) else BackendError(str(error) or repr(error))

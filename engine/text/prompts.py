@@ -19,7 +19,11 @@ _SLICE = 1 << 16
 
 
 class Prompts:
-    """The tokenizer of a generation model. Safe to call from several threads."""
+    """The tokenizer of a generation model. Safe to call from several threads.
+
+    The library's functions for batches release the GIL. Those for one text hold it: a prompt of 8 MB would stop the process for
+    20 s.
+    """
 
     def __init__(
         self, tokenizer: HFTokenizer, template: ChatTemplate | None, settings: Mapping[str, Any] = MappingProxyType({})
@@ -66,8 +70,8 @@ class Prompts:
 
     def decode(self, prompt: TokenIds) -> str:
         """The text of a prompt, special tokens included."""
-        text: str = self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-        return text
+        (text,) = self.tokenizer.decode_batch([prompt.tolist()], skip_special_tokens=False)
+        return str(text)
 
     def detokenizer(self, prompt: TokenIds, stop: Sequence[str] = (), **options: Any) -> Detokenizer:
         """The detokenizer of an answer. `options` are the options of `Detokenizer`."""
@@ -86,11 +90,11 @@ class Prompts:
 
     def _ids(self, text: str, add_special_tokens: bool) -> TokenIds:
         try:
-            encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # the text cannot be in UTF-8
             raise InvalidInput("the prompt has half of a surrogate pair, which is no character; remove it") from error
         if len(encoding) > _MOST_TOKENS:
-            raise InvalidInput(f"the prompt has {len(encoding)} tokens, the limit is {_MOST_TOKENS}; shorten it")
+            raise InvalidInput(f"the prompt has {len(encoding)} tokens, no model takes more than {_MOST_TOKENS}; shorten it")
         ids = encoding.ids
         # In slices, because numpy holds the GIL while it reads a list.
         return np.concatenate([np.array(ids[i : i + _SLICE], dtype=np.int32) for i in range(0, max(1, len(ids)), _SLICE)])

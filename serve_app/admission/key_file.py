@@ -86,7 +86,9 @@ def read_keys(file: Path) -> dict[str, Key]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise KeysError(f"the keys file {file} cannot be read ({error}); make one with: emberforge keys add NAME") from error
+        raise KeysError(
+            f"the keys file {file} cannot be read ({error}); make one with: emberforge keys add NAME --file {file}"
+        ) from error
     keys: dict[str, Key] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):

@@ -1,5 +1,6 @@
 """`emberforge serve` and `emberforge config`: start a server on this machine, or write the Serve config for it."""
 
+import errno
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import ceil
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 from types import FrameType
 from typing import Any
@@ -24,6 +26,7 @@ from serve_app.cli.console import console, report
 from serve_app.cli.devices import by_position, chosen_devices, show_only
 from serve_app.settings import GATEWAY, Settings, SettingsError
 
+_OF_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 _READY_TIMEOUT_S = 60.0
 # With 64 requests for each of eight gateways, an H200 reached only 0.91 of the engine's rate (docs/decisions/039).
 _REQUESTS_IN_A_GATEWAY = 128
@@ -38,6 +41,7 @@ def serve(settings: Settings) -> None:
     from cluster.local_ray import local_ray
     from cluster.model_files import check_files
     from cluster.model_folder import pinned, read_model
+    from engine.devices import choose_dtype
     from serve_app.observe import traces
 
     logs.set_up("serve")
@@ -55,7 +59,7 @@ def serve(settings: Settings) -> None:
     traces.check()
     for name in ("API_KEY", "EMBERFORGE_API_KEY"):
         os.environ.pop(name, None)  # Ray's processes must not inherit the variable
-    configs, models = [], []
+    configs, models, num_gpus = [], [], torch.cuda.device_count()
     for spec in settings.specs:
         report(f"model {spec.model}")
         pin = pinned(spec)  # a replica that starts a week later must load the same revision
@@ -63,11 +67,13 @@ def serve(settings: Settings) -> None:
         folder, config = read_model(pin, weights=True)
         check_files(folder, config)
         configs.append(config)
+        if not num_gpus:  # a GPU's capability would take memory of the GPU, so its replica checks it
+            choose_dtype(spec.dtype, torch.device("cpu"), overflows_float16=False)
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             report(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
-    num_cpus, num_gpus = available_cpus(), torch.cuda.device_count()
+    num_cpus = available_cpus()
     settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
     settings = _with_requests(_with_gateways(settings, configs, num_gpus))
@@ -77,9 +83,12 @@ def serve(settings: Settings) -> None:
     try:
         with _in_one_sentence(settings.port), local_ray(num_cpus, most_requests, settings.host):
             _end_on_signal()  # again, because Ray has replaced the handlers
+            _end_if_asked()
             report("starting Ray Serve and loading the model")
             _deploy(settings, num_cpus, num_gpus)
+            _end_if_asked()
             _wait_until_ready(settings)
+            _end_if_asked()
             _announce(settings, configs[0])
             while True:
                 sleep(3600)
@@ -123,17 +132,28 @@ def config(settings: Settings, output: Path | None) -> None:
         console.print(f"written to {output}; deploy it with: serve deploy {shlex.quote(str(output))}")
 
 
+_asked_to_end = Event()
+
+
 def _end_on_signal() -> None:
     """Makes the first Ctrl-C or SIGTERM stop the server gracefully. Ignores further signals."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
+        _asked_to_end.set()
         for other in (signal.SIGINT, signal.SIGTERM):
             signal.signal(other, signal.SIG_IGN)
         report("stopping: requests in flight finish first, within at most a minute")
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    if not _asked_to_end.is_set():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+
+
+def _end_if_asked() -> None:
+    """Raises: KeyboardInterrupt after a signal. Python drops the handler's own in some places, such as callbacks at a fork."""
+    if _asked_to_end.is_set():
+        raise KeyboardInterrupt
 
 
 def _check_environment() -> None:
@@ -155,8 +175,15 @@ def _check_machine() -> None:
 
 def _for_this_machine(settings: Settings) -> Settings:
     """Sets the address to 127.0.0.1 if neither an address nor a key is given. A container's ports are closed anyway."""
-    told = "host" in settings.model_fields_set or settings.has_keys
-    if told or os.environ.get("EMBERFORGE_IMAGE"):
+    if settings.has_keys or os.environ.get("EMBERFORGE_IMAGE"):
+        return settings
+    if "host" in settings.model_fields_set:  # also as TEI's default
+        if settings.host not in _OF_THIS_MACHINE:
+            report(
+                f"[yellow]warning:[/] requests need no API key, and {escape(settings.host)} is open to the network: "
+                "set --api-key, or --host 127.0.0.1",
+                markup=True,
+            )
         return settings
     report("listening on 127.0.0.1 only, because requests need no API key; --host 0.0.0.0 opens the server to the network")
     return settings.model_copy(update={"host": "127.0.0.1"})
@@ -170,7 +197,9 @@ def _check_port(host: str, port: int, flag: str) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port with {flag}") from error
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        way_out = "choose an address of this machine with --host" if is_host else f"choose another port with {flag}"
+        raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); {way_out}") from error
 
 
 @contextmanager

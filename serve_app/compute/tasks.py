@@ -17,7 +17,7 @@ def generating(model: ServedModel) -> GeneratingModel:
 def check_generates(info: ModelInfo) -> None:
     """Raises: WrongModel if the model does not generate text."""
     if info.task != "generation":
-        raise WrongModel(f"model `{info.served_model_name}` does not generate text; GET /v1/models shows the task of each model")
+        raise WrongModel(f"model `{info.served_model_name}` does not generate text; its task is {info.task}")
 
 
 def check_embed(info: ModelInfo, normalize: bool = True) -> None:

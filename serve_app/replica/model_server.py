@@ -152,6 +152,8 @@ class EngineServer:
         await self._health.check()
 
     async def __del__(self) -> None:
+        if not hasattr(self, "_loop"):  # the model did not load, and Serve's error says why
+            return
         await asyncio.to_thread(self._loop.stop)
         await asyncio.to_thread(self._engine.close)
         self._in_flight.close()
@@ -179,7 +181,8 @@ class ModelServer(EngineServer, TeiServicer):
 
     async def __del__(self) -> None:
         await super().__del__()
-        await asyncio.to_thread(self._api.service.usage.write)
+        if hasattr(self, "_api"):
+            await asyncio.to_thread(self._api.service.usage.write)
 
 
 def canary_of(engine: Engine) -> Callable[[], Waiting]:

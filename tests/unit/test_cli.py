@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -248,6 +249,29 @@ def test_a_port_in_use_is_named(host: str) -> None:
         with pytest.raises(SettingsError, match=rf"cannot listen on {host}:{port} .*; choose another port with --port"):
             _check_port(host, port, "--port")
     _check_port(host, port, "--port")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_of_another_machine_is_named(host: str) -> None:
+    with pytest.raises(SettingsError, match=rf"cannot listen on {host}:8000 .*; choose an address of this machine with --host"):
+        _check_port(host, 8000, "--port")
+
+
+@pytest.mark.parametrize(
+    ("given", "host", "said"),
+    [
+        ({}, "127.0.0.1", "listening on 127.0.0.1 only"),
+        ({"host": "0.0.0.0"}, "0.0.0.0", "0.0.0.0 is open to the network: set --api-key, or --host 127.0.0.1"),
+        ({"host": "::1"}, "::1", ""),
+        ({"api_key": "k" * 40}, "0.0.0.0", ""),
+    ],
+)
+def test_an_open_server_without_a_key_is_said(
+    given: dict[str, str], host: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert _for_this_machine(Settings.model_validate(given)).host == host
+    assert said in caplog.text if said else not caplog.text
 
 
 def help_of(command: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

@@ -280,13 +280,34 @@ def test_ways_out_are_true(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
         ("cores", ["4 cores", "no cores are free"]),
         ("float16", ["float16 does not run on a CPU"]),
         ("float8", ["float8", "capability 8.9 or later; a100-sxm4-80gb-80g-amd64 and cpu-16c-64g-amd64 have no such card"]),
-        ("int8", ["int8 needs a card of compute capability 8.0 or later; cpu-16c-64g-amd64 has no such card"]),
+        ("int8", ["int8 needs an NVIDIA card of compute capability 8.0 or later; cpu-16c-64g-amd64 has no such card"]),
     ],
 )
 def test_why_it_does_not_fit_is_said_with_figures(case: str, parts: list[str]) -> None:
     (unplaced,) = UNPLACED[case][0].unplaced
     for part in parts:
         assert part in unplaced.why
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Tesla P40",
+        "NVIDIA GeForce GTX 1080 Ti",
+        "Tesla V100-SXM2-16GB",
+        "NVIDIA TITAN V",
+        "AMD Radeon RX 7900 XTX",
+        "Intel Arc A770",
+    ],
+)
+@pytest.mark.parametrize("dtype", ["auto", "fp32", "int8"])
+def test_cards_without_kernels_get_no_replica(name: str, dtype: str) -> None:
+    node = Node("old", "amd64", 64 * GIB, 8, (Card(name, 24 * GIB),))
+    (unplaced,) = planned([node], entry(dtype=dtype)).unplaced
+    assert (
+        f"the engine needs an NVIDIA card of compute capability 7.5 or later; {node.class_name} has no such card" in unplaced.why
+    )
+    assert {pool.node_class for pool in planned([node, CPU], entry(max_replicas=9)).pools} == {CPU.class_name}
 
 
 def test_8_bits_go_where_they_run() -> None:

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import exp, inf
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -425,5 +427,21 @@ def test_a_long_prompt_is_encoded_in_slices_up_to_a_limit(monkeypatch: pytest.Mo
     assert whole.encode(text).tolist() == expected
     assert whole.encode("").tolist() == []
     monkeypatch.setattr("engine.text.prompts._MOST_TOKENS", len(expected) - 1)
-    with pytest.raises(InvalidInput, match=f"the prompt has {len(expected)} tokens, the limit is {len(expected) - 1}"):
+    with pytest.raises(
+        InvalidInput, match=f"the prompt has {len(expected)} tokens, no model takes more than {len(expected) - 1}"
+    ):
         whole.encode(text)
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_beside_a_large_prompt(work: str) -> None:
+    """tokenizers' functions for one text hold the GIL. Then the event loop would stop for seconds."""
+    prompts, text = Prompts(byte_tokenizer(), None), "a large prompt " * 20_000
+    ids = prompts.encode(text)
+    turns = 0
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(prompts.encode, text) if work == "encode" else pool.submit(prompts.decode, ids)
+        while not waiting.done():
+            sleep(0.001)
+            turns += 1
+    assert turns > 10
