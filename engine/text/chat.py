@@ -46,6 +46,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 # OpenAI's newer name of the role system. Most templates leave out a message with a role that they do not have.
 _DEVELOPER = "developer"
+_NEED_CONTENT = ("user", "system", _DEVELOPER, "tool")  # roles
 
 # The start of a tool call in a template's text. Line breaks may be written as in Jinja's strings, and quotes may be escaped.
 _JSON_CALL = re.compile(r"""<tool_call>(\s|\\n)*\{\\?["'](name|arguments)""")
@@ -201,6 +202,8 @@ def _prepared(index: int, message: Message) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None}
     if "content" in fields:
         fields["content"] = _text(index, fields["content"])
+    elif fields["role"] in _NEED_CONTENT:
+        raise InvalidInput(f"message {index} has no `content`; only messages of the assistant may be without it")
     # A template reads the reasoning by one name, and the caller may use another one.
     reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}

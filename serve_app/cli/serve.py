@@ -70,6 +70,8 @@ def serve(settings: Settings) -> None:
         if not num_gpus:  # a GPU's capability would take memory of the GPU, so its replica checks it
             choose_dtype(spec.dtype, torch.device("cpu"), overflows_float16=False)
         report(f"  {folder}\n  {config.architecture}, {_gives(config)}, up to {config.max_input_length} tokens")
+        if (most := spec.max_input_tokens or 0) > config.max_input_length:
+            report(f"  [yellow]warning:[/] max_input_tokens is {most}, which has no effect: the model takes fewer", markup=True)
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             report(f"  [yellow]warning:[/] {escape(warning)}", markup=True)

@@ -340,6 +340,8 @@ def test_text_parts_become_one_string(tmp_path: Path) -> None:
         ("hi", "message 1 must be an object with a string `role`"),
         ({"content": "hi"}, "message 1 must be an object with a string `role`"),
         ({"role": 7}, "message 1 must be an object with a string `role`"),
+        ({"role": "user"}, "message 1 has no `content`; only messages of the assistant may be without it"),
+        ({"role": "tool", "content": None}, "message 1 has no `content`"),
         ({"role": "user", "content": 7}, "message 1: `content` must be a string or a list of parts, not int"),
         ({"role": "user", "content": {"type": "text"}}, "message 1: `content` must be a string or a list of parts, not dict"),
         ({"role": "user", "content": ["hi"]}, "message 1 has a part of type 'str'; only parts of type 'text' are supported"),
