@@ -3,7 +3,7 @@
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -507,12 +507,22 @@ again. A cub weighs a hundred grams when it is born, and is blind for six weeks.
 not eat for days."""
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Beside other tests, two threads of a long computation wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_real_models_text_costs_little_more_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """int4 rounds the values of SmolLM2-135M, which have 5 bits in its file. The loss is in nats for each token of a text."""
     monkeypatch.setattr(devices, "LEAST_CAPABILITY", {})  # allows the dtype on a CPU
 
     def nats(dtype: Any) -> float:
-        engine = Engine.load(EMBEDDED_GENERATOR, dtype=dtype, device="cpu")
+        engine = Engine.load(EMBEDDED_GENERATOR, dtype=dtype, device="cpu", num_threads=1)
         assert engine.prompts is not None
         scored = SamplingOptions(max_tokens=0, prompt_logprobs=0)
         (answer,) = engine.generate([engine.prompts.encode(TEXT)], scored)
