@@ -2,10 +2,9 @@
 
 python tests/kernel_reports.py KNOWN
 
-The script compiles every second variant for sm_120; no chip has less shared memory. For each other chip it compiles every eighth
-variant. For all chips it compiles the first variant of each kernel. This takes two to four minutes of a core. All variants are
-compiled by `emberforge kernels`. `tests/conftest.py` starts this script beside the first test, because the tests that start Ray
-mostly wait.
+The script compiles every variant for sm_120; no chip has less shared memory. For each other chip it compiles every eighth
+variant, and the first variant of each kernel. This takes two to six minutes of a core. `emberforge kernels` compiles all
+variants. `tests/conftest.py` starts this script beside the first test, because the tests that start Ray mostly wait.
 
 KNOWN is a file of the compiler's reports, one JSON line each. A run compiles only the variants without a report in KNOWN. A
 report's key contains everything that the report depends on: source, headers, macros, chip, compiler versions, and the file that
@@ -33,7 +32,8 @@ from engine.kernels.report import Variant, variants
 _MODULE = Path(kernel_compiler.__file__)
 
 
-_EVERY, _EVERY_OF_OTHERS = {(12, 0): 2}, 8
+WHOLE = ((12, 0),)
+_EVERY = 8
 
 
 class Remembered:
@@ -66,10 +66,12 @@ class Remembered:
 
 
 def some_variants(capability: tuple[int, int]) -> list[Variant]:
-    found, every = list(variants(capability)), _EVERY.get(capability, _EVERY_OF_OTHERS)
+    found = list(variants(capability))
+    if capability in WHOLE:
+        return found
     firsts = {variant.source: number for number, variant in reversed(list(enumerate(found)))}
     begin = report.parse_archs(report.DEFAULT_ARCHS).index(capability)
-    return [found[number] for number in sorted({*firsts.values(), *range(begin % every, len(found), every)})]
+    return [found[number] for number in sorted({*firsts.values(), *range(begin % _EVERY, len(found), _EVERY)})]
 
 
 def main(known: Path) -> None:

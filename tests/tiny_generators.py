@@ -12,6 +12,10 @@ from engine import Engine
 from engine.options import SamplingOptions
 from engine.schedule.stream import Stream
 
+# The keys of all kinds of scaled RoPE, for texts of more than 16 tokens. Each kind takes some of them.
+SCALED_ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0}  # fmt: skip
+
 
 def preemptions(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     """A list that receives each stream that gives up its pages before its end."""

@@ -153,7 +153,7 @@ def _end_on_signal() -> None:
 
 
 def _end_if_asked() -> None:
-    """Raises: KeyboardInterrupt after a signal. Python drops the handler's own in some places, such as callbacks at a fork."""
+    """Raises: KeyboardInterrupt after a signal. Python drops a handler's exception in some places, such as at a fork."""
     if _asked_to_end.is_set():
         raise KeyboardInterrupt
 

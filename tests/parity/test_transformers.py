@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tiny_generators import SCALED_ROPE
 
 from engine import Engine
 from engine.model.families.mpnet import distance_buckets
 from engine.options import EmbedOptions
-
-# For texts of more than 16 tokens. Other kinds of scaling take `factor` alone.
-_SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
-           "high_freq_factor": 4.0}  # fmt: skip
 
 CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "bert": ("bert", False, {}),
@@ -125,9 +122,9 @@ CHECKPOINTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     ),
     "gemma3 other scale": ("gemma3", False, {"query_pre_attn_scalar": 7}),
     "llama": ("llama", False, {}),
-    "llama llama3": ("llama", False, {"rope_parameters": _SCALED | {"rope_type": "llama3"}}),
-    "qwen3 yarn": ("qwen3", False, {"rope_parameters": _SCALED | {"rope_type": "yarn"}}),
-    "gemma3 linear": ("gemma3", False, {"rope_parameters": {"full_attention": _SCALED | {"rope_type": "linear"}}}),
+    "llama llama3": ("llama", False, {"rope_parameters": SCALED_ROPE | {"rope_type": "llama3"}}),
+    "qwen3 yarn": ("qwen3", False, {"rope_parameters": SCALED_ROPE | {"rope_type": "yarn"}}),
+    "gemma3 linear": ("gemma3", False, {"rope_parameters": {"full_attention": SCALED_ROPE | {"rope_type": "linear"}}}),
     "llama no grouping": ("llama_lm", True, {"num_key_value_heads": None, "head_dim": None}),
 }
 LENGTHS = [1, 7, 64, 2, 33, 7, 128, 15]

@@ -17,6 +17,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_generators import SCALED_ROPE
 from tokenizers import Tokenizer
 
 from engine import Engine, ModelError, hub
@@ -86,10 +87,6 @@ def test_vectors_are_those_of_the_checkpoint(tiny: Tiny, as_gguf: Callable[..., 
     np.testing.assert_array_equal(vectors(file), vectors(tiny(kind, **config)))
 
 
-_SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
-           "high_freq_factor": 4.0}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("kind", "rope", "more"),
     [
@@ -110,16 +107,16 @@ _SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings":
 )
 def test_scaled_rope(tiny: Tiny, as_gguf: Callable[..., Path], kind: str, rope: Any, more: Any) -> None:
     """Gemma 3 scales the layers without a window only."""
-    config: dict[str, Any] = {"rope_parameters": _SCALED | rope}
+    config: dict[str, Any] = {"rope_parameters": SCALED_ROPE | rope}
     if kind == "gemma3_lm":
-        config = {"rope_parameters": {"full_attention": _SCALED | rope, "sliding_attention": {"rope_theta": 1e4}}}
+        config = {"rope_parameters": {"full_attention": SCALED_ROPE | rope, "sliding_attention": {"rope_theta": 1e4}}}
         config |= {"query_pre_attn_scalar": 32}
     np.testing.assert_array_equal(vectors(as_gguf(kind, more=more, **config)), vectors(tiny(kind, **config)))
 
 
 def test_llama_3_1_s_rope(tiny: Tiny, as_gguf: Callable[..., Path]) -> None:
     """Its converter stores the divisors of the frequencies as a tensor."""
-    rope = _SCALED | {"rope_type": "llama3"}
+    rope = SCALED_ROPE | {"rope_type": "llama3"}
     stored = np.array(divisors(32, Rope(1e4, Llama3Scaling(4.0, 1.0, 4.0, 16))))
     assert 1 < stored.min() < stored.max() == 4
     file = as_gguf("llama_lm", beside={"rope_freqs.weight": stored}, rope_parameters=rope)

@@ -28,6 +28,15 @@ def folders(tiny: Tiny, name: str, at: Path) -> tuple[Path, Path]:
     return quantize(tiny("qwen3_lm", **shape), FORMS[name], at)
 
 
+def spelled(tiny: Tiny, name: str, at: Path, change: Callable[[dict[str, Any]], Any]) -> tuple[Path, Path]:
+    """The same as `folders`, with a change of the form's entry in config.json."""
+    folder, plain = folders(tiny, name, at)
+    config = deepcopy(FORMS[name].config)
+    change(config)
+    change_config(folder, {"quantization_config": config})
+    return folder, plain
+
+
 def load(folder: Path) -> Engine:
     return Engine.load(folder, dtype="float32", device="cpu")
 
@@ -195,10 +204,7 @@ KEYS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("case", KEYS)
 def test_a_key_that_cannot_be_honoured_is_named(tiny: Tiny, tmp_path: Path, case: str) -> None:
     name, change, error = KEYS[case]
-    folder, _ = folders(tiny, name, tmp_path)
-    config = deepcopy(FORMS[name].config)
-    change(config)
-    change_config(folder, {"quantization_config": config})
+    folder, _ = spelled(tiny, name, tmp_path, change)
     with pytest.raises(ModelError, match=rf"config.json: .*{error}.*not quantised"):
         load_model_config(folder)
 
@@ -218,6 +224,10 @@ def replaced(config: dict[str, Any], new: dict[str, Any]) -> None:
     config |= new
 
 
+def as_it_is(_unchanged: Any) -> None:
+    """No change."""
+
+
 def with_scales(*names: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.update({f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names})
 
@@ -233,10 +243,10 @@ def zeros_of_version_2(tensors: Tensors) -> None:
 
 # Other ways in which publishers write the same: (the form, the change of config.json's entry, the change of the tensors).
 SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], Callable[[Tensors], Any]]] = {
-    "gptq's zeros of version 2": ("gptq v1 symmetric", lambda config: None, zeros_of_version_2),
-    "gptq's head": ("gptq v1", lambda config: config.update(dynamic={"-:lm_head": {}}), lambda tensors: None),
-    "awq without zeros": ("awq symmetric", lambda config: None, lambda tensors: None),
-    "awq's kernels": ("awq 64", lambda config: config.update(backend="marlin"), lambda tensors: None),
+    "gptq's zeros of version 2": ("gptq v1 symmetric", as_it_is, zeros_of_version_2),
+    "gptq's head": ("gptq v1", lambda config: config.update(dynamic={"-:lm_head": {}}), as_it_is),
+    "awq without zeros": ("awq symmetric", as_it_is, as_it_is),
+    "awq's kernels": ("awq 64", lambda config: config.update(backend="marlin"), as_it_is),
     "auto-round": ("gptq v1", lambda config: config.update(AUTO_ROUND), without_order),
     "auto-round, symmetric": (
         "gptq v1 symmetric", lambda config: config.update(AUTO_ROUND | {"sym": True, "packing_format": "auto_round"}),
@@ -246,27 +256,27 @@ SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], Callable[[Tenso
         "gptq v1", lambda config: config.update(AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 16}}}), without_order,
     ),
     "auto-round as awq": (
-        "awq 64", lambda config: config.update(AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}), lambda tensors: None,
+        "awq 64", lambda config: config.update(AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}), as_it_is,
     ),
-    "modelopt without its name": ("modelopt fp8", without("quant_method"), lambda tensors: None),
+    "modelopt without its name": ("modelopt fp8", without("quant_method"), as_it_is),
     "modelopt's nested keys": (
         "modelopt nvfp4", lambda config: replaced(config, {"quant_method": "modelopt", "quantization": dict(config)}),
-        lambda tensors: None,
+        as_it_is,
     ),
-    "modelopt's weights": ("modelopt nvfp4", lambda config: config.update(quant_algo="W4A16_NVFP4"), lambda tensors: None),
+    "modelopt's weights": ("modelopt nvfp4", lambda config: config.update(quant_algo="W4A16_NVFP4"), as_it_is),
     "modelopt's cache": (
-        "modelopt fp8", lambda config: None, with_scales("k_proj.k_scale", "v_proj.v_scale"),
+        "modelopt fp8", as_it_is, with_scales("k_proj.k_scale", "v_proj.v_scale"),
     ),
-    "fp8's cache": ("fp8 tensor", lambda config: None, with_scales("kv_scale", "q_scale")),
-    "a block as a text": ("ct fp8 blocks", weights(block_structure="128x128"), lambda tensors: None),
-    "no strategy of groups": ("ct int4 64", without("strategy", "weights"), lambda tensors: None),
+    "fp8's cache": ("fp8 tensor", as_it_is, with_scales("kv_scale", "q_scale")),
+    "a block as a text": ("ct fp8 blocks", weights(block_structure="128x128"), as_it_is),
+    "no strategy of groups": ("ct int4 64", without("strategy", "weights"), as_it_is),
     "no strategy of rows": (
         "ct int4 None", lambda config: (weights(group_size=-1)(config), without("strategy", "weights")(config)),
-        lambda tensors: None,
+        as_it_is,
     ),
-    "no strategy of a matrix": ("ct fp8 tensor", without("strategy", "weights"), lambda tensors: None),
+    "no strategy of a matrix": ("ct fp8 tensor", without("strategy", "weights"), as_it_is),
     "an entry within an entry": (
-        "ct int8", lambda config: replaced(config, {"quantization_config": dict(config)}), lambda tensors: None,
+        "ct int8", lambda config: replaced(config, {"quantization_config": dict(config)}), as_it_is,
     ),
 }  # fmt: skip
 
@@ -274,10 +284,7 @@ SPELLINGS: dict[str, tuple[str, Callable[[dict[str, Any]], Any], Callable[[Tenso
 @pytest.mark.parametrize("case", SPELLINGS)
 def test_other_spellings_mean_the_same(tiny: Tiny, tmp_path: Path, case: str) -> None:
     name, change, change_of_tensors = SPELLINGS[case]
-    folder, plain = folders(tiny, name, tmp_path)
-    config = deepcopy(FORMS[name].config)
-    change(config)
-    change_config(folder, {"quantization_config": config})
+    folder, plain = spelled(tiny, name, tmp_path, change)
     change_tensors(folder, change_of_tensors)
     np.testing.assert_array_equal(load(folder).embed(["w1 w2"]), load(plain).embed(["w1 w2"]))
 

@@ -11,7 +11,6 @@ from engine.model.quantized.layout import Codes, unpack
 from engine.model.quantized.parts import SCALES, Parts
 from engine.model.quantized.scheme import Awq
 
-_MIDDLE = 8
 # The place of each row in a word, in units of four bits: row 0 is the first, row 1 the fifth.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -21,10 +20,11 @@ def read_awq(parts: Parts, scheme: Awq) -> Codes:
     k, n = len(words), words.shape[1] * 8
     groups = parts.num_groups(k, scheme.group_size)
     zeros = _unpacked(parts.take("qzeros", (torch.int32,), (groups, n // 8)))
-    if not scheme.has_zeros and bool((zeros != _MIDDLE).any()):
-        raise parts.error(f"{parts.module}.qzeros has other zeros than {_MIDDLE}, but config.json says zero_point = false")
     scales = parts.take("scales", SCALES, (groups, n))
-    return Codes(_unpacked(words).T.contiguous(), scales.T.contiguous(), zeros=zeros.T.contiguous())
+    found = Codes(_unpacked(words).T.contiguous(), scales.T.contiguous(), zeros=zeros.T.contiguous())
+    if not scheme.has_zeros and bool((zeros != found.middle).any()):
+        raise parts.error(f"{parts.module}.qzeros has other zeros than {found.middle}, but config.json says zero_point = false")
+    return found
 
 
 def _unpacked(words: Tensor) -> Tensor:

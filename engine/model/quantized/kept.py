@@ -38,7 +38,7 @@ _GROUPS = (128, 64, 32, 16)  # columns that share a scale, for matrices with a s
 def as_codes(matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Brings a matrix into codes in groups that the kernels take, with the same values. Other matrices stay as they are.
 
-    So each group of a longer one, or of a row, has the same scale.
+    A long group, or a row with one scale, becomes several groups with this scale.
     """
     if isinstance(matrix, Codes):
         return _in_groups(matrix)
@@ -198,7 +198,8 @@ def bytes_of_codes(values: int, form: Form) -> int:
 def joined(parts: Sequence[Codes]) -> Codes | None:
     """The rows of several matrices as one matrix. Zeros may be in some of them only.
 
-    None if their forms differ, or the orders of their columns. GPTQ orders columns by their inputs. Q, K and V have the same.
+    None if their forms differ, or the orders of their columns. GPTQ orders columns by a layer's inputs, and Q, K and V have the
+    same inputs.
     """
     if len({(replace(matrix.form, beside=None), matrix.mins is None) for matrix in parts}) > 1:
         return None

@@ -1,6 +1,6 @@
 """Reads config.json's `quantization_config` into a typed description of the checkpoint's storage of matrices.
 
-Older files of ModelOpt have the same keys in `hf_quant_config.json` alone.
+Older checkpoints of ModelOpt have these keys only in `hf_quant_config.json`.
 Keys that change values are honoured, or refused by name. Keys that only choose other engines' kernels are not read. Activations
 are not quantised by these keys, so the results are closer to the model before quantisation. The exception is NVFP4 on a GPU with
 instructions for it (docs/decisions/082).
@@ -41,7 +41,7 @@ def read_scheme(keys: Keys) -> Scheme | None:
     name = next((name for name in ("quantization_config", "compression_config") if keys.get(name)), None)
     if name is None:
         keys, name = Keys.read(keys.path.with_name("hf_quant_config.json")), "quantization"
-        if not keys.mapping(name).get("quant_algo"):  # it may speak of the cache only
+        if not keys.mapping(name).get("quant_algo"):  # the file may describe only the cache
             return None
     said = _Said(keys, name, keys.get(name))
     for inner in ("quantization_config", "quantization"):  # transformers and vLLM read such files, too
@@ -112,12 +112,11 @@ class _Said:
             raise self.refusal(key, value, ("two whole numbers above 0, such as [128, 128]",))
         return value[0], value[1]
 
-    def ratio(self, key: str) -> tuple[int, int]:
-        """The sides of a block, such as "128x128" or [128, 128]."""
+    def block_or_text(self, key: str) -> tuple[int, int]:
+        """The same as `block`, which may also be a text such as "128x128"."""
         value = self.get(key)
-        if isinstance(value, str) and value.count("x") == 1 and all(side.isdecimal() for side in value.split("x")):
-            return _Said(self._keys, self._path, {key: [int(side) for side in value.split("x")]}).block(key)
-        return self.block(key)
+        sides = re.fullmatch(r"(\d+)x(\d+)", value) if isinstance(value, str) else None
+        return self.block(key) if sides is None else _Said(self._keys, self._path, {key: [*map(int, sides.groups())]}).block(key)
 
     def names(self, key: str) -> tuple[str, ...]:
         value = self.get(key) or []
@@ -286,7 +285,7 @@ def _read_group(group: _Said, form: str) -> Group:
         symmetric=weights.one_of("symmetric", True, False, absent=True),
         packed=packed,
         group_size=weights.size("group_size") if named == "group" else None,
-        block=weights.ratio("block_structure") if named == "block" else None,
+        block=weights.block_or_text("block_structure") if named == "block" else None,
         reorders=weights.one_of("actorder", None, "weight", "static", "group", "dynamic") in ("group", "dynamic"),
         has_input_scales=has_input_scales,
     )
