@@ -5,9 +5,10 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from huggingface_hub import constants
 from cluster import machine_limits
 from cluster.files import ClusterError
 from cluster.local_ray import SERVE_ENV
+from cluster.model_folder import read_model
+from cluster.model_spec import ModelSpec
 from cluster.node_processes import Started, dead_processes, read_record
 from cluster.node_token import home_folder
 from engine.devices import choose_device, cpu_flags, has_native_bf16
@@ -37,10 +40,12 @@ class Check:
     problem: str | None = None
 
 
-def examine(port: int) -> list[Check]:
-    """Checks everything that a server on this machine needs. Starts nothing and changes nothing."""
-    checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels, _embedded_model, _model_cache, _environment]
-    return [check() for check in checks] + [_disk(), _shared_memory(), _node(), _port(port)]
+def examine(specs: Sequence[ModelSpec], port: int) -> list[Check]:
+    """Checks everything that a server of these models needs on this machine. Starts nothing. Downloads settings of models."""
+    checks: list[Callable[[], Check]] = [_python, _ray, _torch, _device, _kernels]
+    checks += [partial(_model, spec) for spec in specs]
+    checks += [_model_cache, _environment, _disk, _shared_memory, _node, partial(_port, port)]
+    return [check() for check in checks]
 
 
 def _python() -> Check:
@@ -92,11 +97,14 @@ def _kernels() -> Check:
     return Check("kernels", f"torch operators on the CPU: {onednn}, {', '.join(wide) or platform.machine()}")
 
 
-def _embedded_model() -> Check:
+def _model(spec: ModelSpec) -> Check:
     try:
-        return Check("model", f"{EMBEDDED_MODEL} in {resolve_model(EMBEDDED_MODEL)}, sha256 matches the published one")
+        if spec.model == EMBEDDED_MODEL:
+            return Check("model", f"{spec.model} in {resolve_model(spec.model)}, sha256 matches the published one")
+        folder, config = read_model(spec)
     except EmberError as error:
-        return Check("model", "the embedded model cannot be used", str(error))
+        return Check("model", f"{spec.model} cannot be used", str(error))
+    return Check("model", f"{spec.model} in {folder}: {config.architecture}, {config.task}")
 
 
 def _model_cache() -> Check:

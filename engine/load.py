@@ -24,6 +24,7 @@ from engine.kernels.tiles import tiling
 from engine.model import footprint as memory
 from engine.model.base import Model
 from engine.model.config import Backend, DenseConfig, GenerationConfig, HeadConfig, ModelConfig, Pooling, WordHeadConfig
+from engine.model.decoder import DecoderConfig
 from engine.model.families import Transformers, family_of
 from engine.model.folder import load_model_config, read_no_words
 from engine.model.weights import Checkpoint, Kept
@@ -158,6 +159,8 @@ def load_layers(folder: Path, config: ModelConfig, dtype: torch.dtype, device: t
 
 
 def _configure(checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+    if isinstance(config, DecoderConfig):
+        checkpoint.leave_out_images()
     if config.generation is not None and config.generation.tied:
         checkpoint.take_words_from_head()
     checkpoint.decodes = config.generation is not None and _has_room_for_copies(checkpoint.num_bytes)

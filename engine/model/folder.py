@@ -29,6 +29,7 @@ from engine.model.quantized.quantization_config import read_scheme
 from engine.model.quantized.scheme import Quantization
 from engine.model.weight_files import read_linear
 from engine.model.weight_paths import only_gguf
+from engine.model.with_images import ARCHITECTURES, language_model
 from engine.text.pairs import DEFAULT_INSTRUCTION, JUDGE
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ def load_model_config(
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json: it is not a model folder in the Hugging Face layout")
     keys = Keys.read(path)
+    if backend == "emberforge":
+        keys = language_model(keys)
     if keys.architecture == "JinaBertModel" and _is_named(folder, pooling, "jina-reranker-v1"):
         # config.json names only the body, but the weights contain a head. The model card's code loads it with one label.
         keys = Keys(path, keys.values | {"architectures": ["JinaBertForSequenceClassification"], "num_labels": 1})
@@ -95,7 +98,8 @@ def load_model_config(
             config = _read_embedder(folder, keys, config, pooling)
     else:
         raise ModelError(
-            f"{keys.path}: architecture {keys.architecture} is not supported; supported are {', '.join(sorted(MODELS))}; "
+            f"{keys.path}: architecture {keys.architecture} is not supported; supported are "
+            f"{', '.join(sorted((*MODELS, *ARCHITECTURES)))}; "
             "others may run, slower, with --backend transformers"
         )
     _check_transformer_module(folder, config)

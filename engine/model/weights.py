@@ -32,6 +32,7 @@ from engine.model.quantized.layout import Codes, QuantizedMatrix
 from engine.model.quantized.scheme import Gguf, Quantization
 from engine.model.upload import Uploader
 from engine.model.weight_files import WeightFile, open_weights
+from engine.model.with_images import language_model_name
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ class Checkpoint:
         for file in self._files:
             self._file_of |= {_today(name): (file, name) for name in file.names}
             self._untaken[file] = len(file.names)
+        self._num_left_out = 0  # values
         self._prefix = ""
         self._on_progress = on_progress
 
@@ -200,8 +202,18 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in the model's dtype. Reads none of them."""
-        return sum(file.num_values for file in self._files) * self.dtype.itemsize
+        """Bytes of all tensors in the model's dtype, except those that are left out. Reads none of them."""
+        return (sum(file.num_values for file in self._files) - self._num_left_out) * self.dtype.itemsize
+
+    def leave_out_images(self) -> None:
+        """Leaves only the language model of a model that also reads images, with the names of a language model's own files."""
+        named, self._file_of = self._file_of, {}
+        for name, (file, stored) in named.items():
+            if (new := language_model_name(name)) is not None:
+                self._file_of[new] = file, stored
+            else:
+                self._untaken[file] -= 1
+                self._num_left_out += file.size(stored)
 
     def strip_prefix(self, prefixes: Sequence[str], probe: str) -> None:
         """Find the prefix of the body's names (`bert.`, `model.`, or ""): for it there is a tensor prefix + `probe`."""

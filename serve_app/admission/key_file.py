@@ -165,10 +165,13 @@ def _existing(file: Path, keys: Mapping[str, Key], name: str) -> Key:
 
 
 def _changed(limits: Limits, given: Mapping[str, str]) -> Limits:
-    try:
-        return limits.changed(given)
-    except ValueError as error:
-        raise KeysError(str(error)) from None
+    """The limits with the values of a command. Raises: KeysError naming the limit and its value."""
+    for name, text in given.items():
+        try:
+            limits = limits.changed({name: text})
+        except ValueError as error:
+            raise KeysError(f"{error}: {text!r}") from None
+    return limits
 
 
 @contextmanager

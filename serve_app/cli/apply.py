@@ -21,6 +21,7 @@ from serve_app.cli.console import console, say
 if TYPE_CHECKING:
     from cluster.applied import Applied, History
     from cluster.apply import Difference, Update
+    from cluster.models_file import ModelsFile
     from cluster.serve_client import ServeClient
     from cluster.starts import Start
 
@@ -30,16 +31,18 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 def apply(models: Models, yes: Yes = False) -> None:
     """Plan for the running cluster, show the changes, and deploy them. Ends when every replica is ready, or one has failed."""
+    file = _read(models)
     _check_terminal(yes)
     with _cluster() as there:
-        there.deploy(_update(models, there.nodes), yes)
+        there.deploy(_update(file, there.nodes), yes)
 
 
 def diff(models: Models) -> None:
     """Show what `apply` would change. Exit status 0: no changes; 1: changes; 2: an error."""
     try:
+        file = _read(models)
         with _cluster() as there:
-            todo = there.difference(_update(models, there.nodes))
+            todo = there.difference(_update(file, there.nodes))
     except EmberError as error:
         say(f"error: {error}")
         raise typer.Exit(2) from None
@@ -160,7 +163,14 @@ def _cluster() -> Iterator[_Cluster]:
         yield _Cluster(ServeClient(dashboard_address()), History(RayStore()), nodes)
 
 
-def _update(models: Path, names: Mapping[str, str]) -> "Update":
+def _read(models: Path) -> "ModelsFile":
+    """Reads models.yaml before the cluster is asked, because this check is faster. Raises: ClusterError."""
+    from cluster.models_file import load_models
+
+    return load_models(models)
+
+
+def _update(file: "ModelsFile", names: Mapping[str, str]) -> "Update":
     """Makes the plan for the running cluster. `names` holds the names of nodes by Ray's ids.
 
     Raises: ClusterError if a required replica has no place.
@@ -169,13 +179,12 @@ def _update(models: Path, names: Mapping[str, str]) -> "Update":
 
     from cluster import plan_report
     from cluster.apply import Update
-    from cluster.models_file import load_models
     from cluster.node_live import live_nodes
     from cluster.plan import Plan
     from cluster.room import has_room
     from cluster.serve_config import canaries, serve_config
 
-    plan = Plan(load_models(models), live_nodes(say=say))
+    plan = Plan(file, live_nodes(say=say))
     _print([part.plain for part in plan_report.in_short(plan)])
     if plan.unplaced:
         raise ClusterError(f"{plan_report.failure(plan)}; nothing was changed")

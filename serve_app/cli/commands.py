@@ -6,6 +6,7 @@ torch, Ray and other slow modules when it runs.
 
 import errno
 import sys
+from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -25,9 +26,22 @@ from serve_app.cli.machine import doctor, kernels
 from serve_app.cli.options import with_settings
 from serve_app.cli.serve import config, serve
 
-cli = typer.Typer(
-    help="Serve embedding models, rerankers, classifiers and text generation.", no_args_is_help=True, add_completion=False
-)
+cli = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"emberforge {version('emberforge')}\n")
+        raise typer.Exit
+
+
+@cli.callback()
+def emberforge(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Serve embedding models, rerankers, classifiers and text generation."""
 
 
 def run() -> None:

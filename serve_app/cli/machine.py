@@ -16,7 +16,7 @@ from serve_app.settings import Settings
 
 
 def doctor(settings: Settings, measure: bool | None, report: bool | None) -> None:
-    """Print the hardware and software that emberforge finds on this machine, and their problems.
+    """Print the hardware, software and models that emberforge finds on this machine, and their problems.
 
     With --measure: check each kernel on this machine's GPU and measure the GPU's speed, in two minutes, without a network.
     """
@@ -27,7 +27,7 @@ def doctor(settings: Settings, measure: bool | None, report: bool | None) -> Non
         raise InvalidInput("--report prints the result of --measure: give --measure --report")
     from cluster.doctor import examine
 
-    checks = examine(settings.port)
+    checks = examine(settings.specs, settings.port)
     for check in checks:
         mark = "[green]ok[/]   " if check.problem is None else "[red]wrong[/]"
         console.print(f"{mark} {check.name:<12} {check.found}", markup=True)

@@ -28,6 +28,7 @@ from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _OF_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 _READY_TIMEOUT_S = 60.0
+_GATEWAYS_ON_ANY_MACHINE = 8
 # With 64 requests for each of eight gateways, an H200 reached only 0.91 of the engine's rate (docs/decisions/039).
 _REQUESTS_IN_A_GATEWAY = 128
 
@@ -54,6 +55,8 @@ def serve(settings: Settings) -> None:
     _check_port(settings.host, settings.port, "--port")
     if settings.grpc_port is not None:
         _check_port(settings.host, settings.grpc_port, "--grpc-port")
+    num_cpus = available_cpus()
+    _check_gateways(settings.num_gateways, num_cpus)
     if settings.api_keys_file is not None:
         read_keys(Path(settings.api_keys_file))  # an invalid keys file must stop the start here, not in a replica
     traces.check()
@@ -75,7 +78,6 @@ def serve(settings: Settings) -> None:
         if config.idle_prompts:
             warning = IDLE_PROMPTS.format(model=spec.model, names=", ".join(config.idle_prompts))
             report(f"  [yellow]warning:[/] {escape(warning)}", markup=True)
-    num_cpus = available_cpus()
     settings = settings.model_copy(update={"models": tuple(models), "served_model_name": settings.names})
     settings = _with_cache(settings, configs, num_gpus)
     settings = _with_requests(_with_gateways(settings, configs, num_gpus))
@@ -173,6 +175,16 @@ def _check_machine() -> None:
 
     if problems := machine_limits.problems():
         raise SettingsError("; ".join(problems))
+
+
+def _check_gateways(number: int, num_cpus: int) -> None:
+    """Raises: SettingsError for more processes than the machine can run."""
+    most = max(_GATEWAYS_ON_ANY_MACHINE, num_cpus)
+    if number > most:
+        raise SettingsError(
+            f"gateways is {number}, but each is a process that can keep a core busy, and this machine has {num_cpus}: "
+            f"give at most {most}"
+        )
 
 
 def _for_this_machine(settings: Settings) -> Settings:

@@ -363,6 +363,7 @@ def test_matrices_in_8_bits_that_do_not_become_codes() -> None:
     [
         (["lm_head", "model.layers.0.input_layernorm", "model.layers.0.self_attn.q_norm"], False),
         (["lm_head", "model.layers.0.mlp.down_proj"], True),
+        (["vision_tower.encoder.layers.0.self_attn.q_proj", "multi_modal_projector"], False),
         (None, False),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -736,16 +737,20 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[st
     def there() -> Iterator[Any]:
         yield cli_apply._Cluster(operator.serve, History(operator.store), {"1": "pc1"})  # type: ignore[arg-type]
 
-    def planned(models: Any, _: Any) -> Update:
-        if str(models) == "wrong":
+    def read(file: Path) -> str:
+        if file.name == "wrong":
             raise ClusterError("wrong cannot be read")
-        return Update(config(str(models)))
+        return file.name
+
+    def planned(dtype: str, _: Any) -> Update:
+        return Update(config(dtype))
 
     def type_(*arguments: str) -> tuple[int, list[str]]:
         result = CliRunner().invoke(cli, list(arguments))
         return result.exit_code, [*result.output.splitlines(), *([str(result.exception)] if result.exception else [])]
 
     monkeypatch.setattr(cli_apply, "_cluster", there)
+    monkeypatch.setattr(cli_apply, "_read", read)
     monkeypatch.setattr(cli_apply, "_update", planned)
     monkeypatch.setattr("cluster.apply._LOOK_EVERY_S", 0.0)
     return type_
@@ -756,6 +761,7 @@ def test_the_commands(command: Callable[..., tuple[int, list[str]]]) -> None:
     status, lines = command("diff", "float16")
     assert (status, lines[0].partition(",")[0]) == (1, "replaces all replicas of lite.pc")
     assert command("diff", "wrong") == (2, ["error: wrong cannot be read", "2"])
+    assert "wrong cannot be read" in command("apply", "wrong")[1]  # also without a terminal
     for refused in (["apply", "float16"], ["rollback"], ["destroy"]):
         status, lines = command(*refused)
         assert (status, lines[-1].partition(":")[0]) == (1, "there is no terminal to ask for confirmation")

@@ -33,6 +33,7 @@ from serve_app.cli.generate import Options, Writer, check_refused
 from serve_app.cli.serve import (
     _address,
     _check_environment,
+    _check_gateways,
     _check_machine,
     _check_port,
     _deploy,
@@ -40,6 +41,7 @@ from serve_app.cli.serve import (
     _in_one_sentence,
 )
 from serve_app.settings import Settings, SettingsError
+from serve_app.version import VERSION
 
 SERVE = "The deployment failed to start 3 times in a row. See controller logs for details. Error:\n"
 TRACE = 'RuntimeError: Traceback (most recent call last):\n  File "engine.py", line 1, in load\n    raise ModelError(text)\n'
@@ -104,6 +106,18 @@ def test_a_full_disk_is_found_before_ray_starts(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine_limits, "problems", lambda: ["/tmp has 3 MiB left", "/dev/shm has 1 MiB left"])
     with pytest.raises(SettingsError, match=r"^/tmp has 3 MiB left; /dev/shm has 1 MiB left$"):
         _check_machine()
+
+
+def test_more_gateways_than_the_machine_can_run_are_refused() -> None:
+    _check_gateways(8, num_cpus=2)
+    _check_gateways(64, num_cpus=64)
+    with pytest.raises(SettingsError, match=r"^gateways is 9, .* this machine has 2: give at most 8$"):
+        _check_gateways(9, num_cpus=2)
+
+
+def test_the_version_is_printed() -> None:
+    result = CliRunner().invoke(cli, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"emberforge {VERSION}\n")
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

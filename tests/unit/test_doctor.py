@@ -16,6 +16,7 @@ import pytest
 from cluster import doctor, machine_limits, node_processes
 from cluster.local_ray import SERVE_ENV, free_port
 from cluster.node_processes import Started, write_record
+from serve_app.settings import Settings
 
 MIB = 1 << 20
 
@@ -57,6 +58,17 @@ def test_a_dead_head_is_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "its gcs_server has ended: run emberforge node stop, then emberforge node start --head" in str(doctor._node().problem)
     alive(monkeypatch)
     assert "its raylet and gcs_server have ended" in str(doctor._node().problem)
+
+
+def test_the_models_of_the_settings_are_examined(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    checks = doctor.examine(Settings(models=("all-MiniLM-L6-v2", str(tmp_path), "/nothing")).specs, free_port())
+    embedded, refused, missing = (check for check in checks if check.name == "model")
+    assert embedded.problem is None
+    assert embedded.found.endswith("sha256 matches the published one")
+    assert refused.found == f"{tmp_path} cannot be used"
+    assert "architecture GPT2LMHeadModel is not supported" in str(refused.problem)
+    assert missing.problem == "/nothing is not a folder"
 
 
 def full(monkeypatch: pytest.MonkeyPatch, free: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Gemma 3 as an embedding model: norms before and after each part. Most layers have a window and a RoPE base of their own."""
+"""Gemma 3: norms before and after each part. Most layers have a window and a RoPE base of their own."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ class Gemma3Config(DecoderConfig):
 
 
 class Gemma3(Decoder):
-    """Published: google/embeddinggemma-300m. Source: `Gemma3TextModel` of transformers."""
+    """Published: google/embeddinggemma-300m, google/gemma-3-4b-it. Source: `Gemma3TextModel` of transformers."""
 
     architectures = ("Gemma3TextModel", "Gemma3ForCausalLM")
     classifiers = ("Gemma3TextForSequenceClassification",)

@@ -24,6 +24,7 @@ from engine.model.quantized.scheme import (
     Scheme,
     Strategy,
 )
+from engine.model.with_images import reads_images
 
 _WAY_OUT = (
     "use the checkpoint that is not quantised, or one in FP8, GPTQ, AWQ (gemm), compressed-tensors or ModelOpt "
@@ -140,7 +141,7 @@ def _read_fp8(said: _Said) -> Fp8:
 
 
 def _ignores_layers(names: Iterable[str]) -> bool:
-    return any(not name.rstrip(".*$").endswith(_NO_LAYERS) for name in names)
+    return any(not name.rstrip(".*$").endswith(_NO_LAYERS) and not reads_images(name) for name in names)
 
 
 def _plain_modules(said: _Said) -> list[str]:
