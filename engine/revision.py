@@ -24,8 +24,8 @@ from engine.model.weight_paths import weight_paths
 # pickles are the two small layers of BGE-M3, of which torch reads only the tensors.
 MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "config*.json", "sentence_*_config.json", "modules.json",
                "tokenizer*.json", "special_tokens_map.json", "vocab.*", "merges.txt", "[0-9]_*/config.json",
-               "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json", "hf_quant_config.json",
-               "int8_ranges.json",
+               "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja", "generation_config.json",
+               "hf_quant_config.json", "int8_ranges.json",
                *(f"{name}_linear.{kind}" for name in ("sparse", "colbert") for kind in ("pt", "safetensors"))]  # fmt: skip
 OTHER_FILES = ["onnx/*", "openvino/*", "[!0-9]*/*.safetensors"]
 CODE_FILES = ["*.py"]  # only if the operator trusts them

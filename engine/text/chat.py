@@ -97,7 +97,7 @@ class ChatTemplate:
         """Returns the folder's chat template, or None if the folder has none.
 
         The files are those that transformers reads: chat_template.jinja and additional_chat_templates/, else `chat_template` in
-        tokenizer_config.json.
+        tokenizer_config.json, else chat_template.json, which older models that also read images have.
 
         Raises: ModelError naming the file for a template that cannot be read or does not compile.
         """
@@ -342,6 +342,9 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, s
     if files:
         return {name: (path, _read(path)) for name, path in files.items()}
     path, value = folder / "tokenizer_config.json", config.get("chat_template")
+    if value is None:
+        path = folder / "chat_template.json"
+        value = read_object(path).get("chat_template")
     if value is None:
         return {}
     named = value if isinstance(value, list) else [{"name": "default", "template": value}]

@@ -89,10 +89,11 @@ def _of_our_weights(folder: Path, scheme: Quantization | None) -> Any:
     from engine.model.weights import Checkpoint
 
     make: Any = transformers.AutoModelForCausalLM
-    config = transformers.AutoConfig.from_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder).get_text_config()
     config.quantization_config = None
     network = make.from_config(config, dtype=torch.float32)
     with Checkpoint(folder, torch.device("cpu"), torch.float32, scheme=scheme) as checkpoint:
+        checkpoint.leave_out_images()
         weights = {name: tensor.float() for name, tensor in checkpoint.take_all().items()}
         missing, unknown = network.load_state_dict(weights, strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if network.config.tie_word_embeddings else set())

@@ -331,14 +331,14 @@ def test_an_answer_whose_end_alone_is_lost_gets_its_end() -> None:
 def test_a_replica_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that no longer reports but still sends messages, because it stops gracefully, is not lost."""
     monkeypatch.setattr(gateway, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(gateway, "SILENT_S", 0.1)
+    monkeypatch.setattr(gateway, "SILENT_S", 0.5)
 
     async def scenario() -> None:
         link = Link()
         (begun,) = await link.begin([1])
         link.is_heard = False
         start = perf_counter()
-        while perf_counter() < start + 0.2:
+        while perf_counter() < start + 0.7:
             link.model.compute(5) if len(link.model.streams[0].answer) < CONTEXT - 2 else None
             await asyncio.sleep(0.005)
         assert not begun.over.done()

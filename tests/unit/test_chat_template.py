@@ -242,6 +242,11 @@ def test_special_tokens_come_from_the_files_that_transformers_reads(tmp_path: Pa
 
 
 def test_the_file_goes_before_the_config(tmp_path: Path) -> None:
+    folder_with(tmp_path)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "processor"}')
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(HI) == "processor"
     folder_with(tmp_path, "config")
     assert both(tmp_path)[0].render(HI) == "config"
     (tmp_path / "chat_template.jinja").write_text("file é", encoding="utf-8")

@@ -360,14 +360,14 @@ def test_a_client_that_reads_slowly_gets_everything(tmp_path: Path) -> None:
     model, metrics = FakeGenerator(tmp_path, "x" * 150), Metrics("fake")
 
     async def scenario() -> bytes:
-        settings = {"send_timeout_s": 0.5, "max_client_batch_size": 16}
+        settings = {"send_timeout_s": 1.0, "max_client_batch_size": 16}
         text = b""
         async with serving(model, metrics, **settings) as port, asking(port, n=16) as client:
             part = b"x"
             while part and b"[DONE]" not in text:
                 part = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 4096), 10)
                 text += part
-                await asyncio.sleep(0.006)
+                await asyncio.sleep(0.015)
         return text
 
     assert asyncio.run(scenario()).count(b"data: {") == 16 * 151

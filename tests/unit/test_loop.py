@@ -239,7 +239,7 @@ def test_passes_are_short_for_a_second_after_a_small_request(
     gate.open.set()
     loop.has_small = is_small.is_set
     monkeypatch.setattr("engine.schedule.queue.MOST_LARGE_SEQS", 1)
-    monkeypatch.setattr("engine.loop._SMALL_S", 0.2)
+    monkeypatch.setattr("engine.loop._SMALL_S", 60.0)
 
     def sizes_of_passes() -> list[int]:
         gate.batches.clear()
@@ -253,7 +253,7 @@ def test_passes_are_short_for_a_second_after_a_small_request(
     assert sizes_of_passes() == [1, 1, 1, 1]
     is_small.clear()
     assert sizes_of_passes() == [1, 1, 1, 1]
-    sleep(0.25)
+    monkeypatch.setattr("engine.loop._SMALL_S", 0.0)  # the time is over
     assert sizes_of_passes() == [4]
 
 
@@ -405,7 +405,7 @@ def test_a_query_that_its_caller_cannot_launch_hears_why() -> None:
     loop.stop()
 
 
-@pytest.mark.parametrize(("foreseen_s", "poll_before_s", "polls"), [(5.0, 10.0, True), (0.1, 0.05, True), (60.0, 10.0, False)])
+@pytest.mark.parametrize(("foreseen_s", "poll_before_s", "polls"), [(5.0, 10.0, True), (5.0, 4.95, True), (60.0, 10.0, False)])
 def test_a_caller_that_waits_delivers_its_own_result_if_it_polls(
     foreseen_s: float, poll_before_s: float, polls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
