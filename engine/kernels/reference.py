@@ -25,7 +25,7 @@ def embed_packed(token_ids: Tensor, records: Tensor, form: Form, dtype: torch.dt
     """`embed_packed` of `Packed.records`."""
     if last is not None:
         token_ids = torch.where(token_ids < 0, last[(-1 - token_ids).clamp(min=0)], token_ids)
-    strips, strip_of = (token_ids // 16).unique(return_inverse=True)  # a record holds 16 rows
+    strips, strip_of = torch.unique(token_ids // 16, return_inverse=True)  # a record holds 16 rows
     return unpack(records[strips], form, dtype)[strip_of * 16 + token_ids % 16]
 
 
