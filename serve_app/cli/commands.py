@@ -6,7 +6,6 @@ torch, Ray and other slow modules when it runs.
 
 import errno
 import sys
-from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -25,13 +24,14 @@ from serve_app.cli.keys import add_key, key_usage, limit_key, list_keys, remove_
 from serve_app.cli.machine import doctor, kernels
 from serve_app.cli.options import with_settings
 from serve_app.cli.serve import config, serve
+from serve_app.version import VERSION
 
 cli = typer.Typer(no_args_is_help=True, add_completion=False)
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        sys.stdout.write(f"emberforge {version('emberforge')}\n")
+        sys.stdout.write(f"emberforge {VERSION}\n")
         raise typer.Exit
 
 

@@ -30,9 +30,9 @@ def doctor(settings: Settings, measure: bool | None, report: bool | None) -> Non
     checks = examine(settings.specs, settings.port)
     for check in checks:
         mark = "[green]ok[/]   " if check.problem is None else "[red]wrong[/]"
-        console.print(f"{mark} {check.name:<12} {check.found}", markup=True)
+        console.print(f"{mark} {check.name:<12} {escape(check.found)}", markup=True)
         if check.problem is not None:
-            console.print(f"                   {check.problem}")
+            console.print(f"                   {check.problem}", markup=False)
     if any(check.problem for check in checks):
         raise typer.Exit(1)
 

@@ -28,6 +28,7 @@ from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _OF_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 _READY_TIMEOUT_S = 60.0
+# A machine with few cores may have several gateways too, because a second one answers while the first one restarts.
 _GATEWAYS_ON_ANY_MACHINE = 8
 # With 64 requests for each of eight gateways, an H200 reached only 0.91 of the engine's rate (docs/decisions/039).
 _REQUESTS_IN_A_GATEWAY = 128
@@ -182,8 +183,8 @@ def _check_gateways(number: int, num_cpus: int) -> None:
     most = max(_GATEWAYS_ON_ANY_MACHINE, num_cpus)
     if number > most:
         raise SettingsError(
-            f"gateways is {number}, but each is a process that can keep a core busy, and this machine has {num_cpus}: "
-            f"give at most {most}"
+            f"gateways is {number}, but each gateway is a process that can keep a core busy, and this machine has {num_cpus} "
+            f"cores: give at most {most}"
         )
 
 

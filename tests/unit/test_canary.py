@@ -251,7 +251,7 @@ def test_a_request_that_the_server_ends_late_is_a_failure_of_its_version(
 
     async def request() -> None:
         waits = asyncio.create_task(new.embed([], EmbedOptions(), Qos()))
-        await asyncio.sleep(0)  # its time begins
+        await asyncio.sleep(0)  # the request's time begins
         await asyncio.sleep(0.02)
         waits.cancel()
         with suppress(asyncio.CancelledError):

@@ -111,8 +111,14 @@ def test_a_full_disk_is_found_before_ray_starts(monkeypatch: pytest.MonkeyPatch)
 def test_more_gateways_than_the_machine_can_run_are_refused() -> None:
     _check_gateways(8, num_cpus=2)
     _check_gateways(64, num_cpus=64)
-    with pytest.raises(SettingsError, match=r"^gateways is 9, .* this machine has 2: give at most 8$"):
+    with pytest.raises(SettingsError, match=r"^gateways is 9, .* this machine has 2 cores: give at most 8$"):
         _check_gateways(9, num_cpus=2)
+
+
+def test_doctor_shows_a_name_that_looks_like_markup() -> None:
+    result = CliRunner().invoke(cli, ["doctor", "/no[/]thing"])
+    assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+    assert "model        /no[/]thing cannot be used" in result.output
 
 
 def test_the_version_is_printed() -> None:

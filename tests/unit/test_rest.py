@@ -120,7 +120,7 @@ def test_a_caller_does_not_wait_for_an_engine_that_wakes(replica: Replica) -> No
     replica.look(SLEEP_AFTER_S)
     assert replica.rest.asleep
     replica.request(polled=True)
-    with replica.loop._launching:  # the engine's thread ends its pass: a caller never waits for it, and would queue its request
+    with replica.loop._launching:  # while the engine's thread holds this lock, a request goes through the queue
         pass
     replica.request(polled=True)
     ours = threading.current_thread().name
