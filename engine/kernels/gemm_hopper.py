@@ -15,10 +15,12 @@ FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, 
 OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
 _SHARED_BYTES = 227 << 10  # the most of a block
-_SLICE_ROWS, _SLICES_BYTES = 64, 32 << 10  # rows of a slice, and the bytes of all slices
+_SLICE_ROWS, _SLICES = 64, 4  # rows of a slice, and the slices in shared memory
 _CONTROL_BYTES = 256  # of barriers
-BLOCK_N_OF_BLOCKS = 128  # the columns of a tile with block_scale
 _THREADS = 384
+# The same as _STEP_NS below for tiles with block_scale. Wider ones have too few registers.
+_SCALED_STEP_NS = {128: 500, 192: 610}
+SCALED_BLOCKS_N = tuple(_SCALED_STEP_NS)
 
 # The columns of a tile, and the nanoseconds of one step of K on all multiprocessors. A tile also takes _TILE_NS for its results.
 # These numbers and those below were fitted to an H200 (docs/decisions/069).
@@ -42,7 +44,7 @@ def gemm_hopper(
     residual: Tensor | None = None,
     row_scale: Tensor | None = None,
     column_scale: Tensor | None = None,
-    block_n: int = WIDEST,
+    block_n: int | None = None,
     y_scale: Tensor | None = None,
     block_scale: Tensor | None = None,
 ) -> Tensor:
@@ -54,7 +56,7 @@ def gemm_hopper(
             takes a weight in which eight rows of gate alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
             "swiglu in e4m3" is the same for operands in e4m3 whose results fit into e4m3; 32 divides N.
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
-        block_n: the columns of a tile, from `block_n_of`.
+        block_n: the columns of a tile, from `block_n_of`. None: the widest, or the fastest for `block_scale`.
         y_scale: [M] fp32, becomes 1. "swiglu in e4m3" needs it.
         block_scale: [K / 128, N / 8] fp32, for e4m3, instead of `column_scale`. Then 128 divides K, and 32 divides N.
     Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits, or in e4m3; `residual` itself if given.
@@ -62,11 +64,13 @@ def gemm_hopper(
     (m, k), n = x.shape, len(weight)
     y = result_of(x, n, followed_by) if residual is None else residual
     in_blocks = block_scale is not None
-    block_n = BLOCK_N_OF_BLOCKS if in_blocks else block_n
+    if block_n is None:
+        block_n = best_scaled_block_n(m, n, k, num_sms(x.device)) if in_blocks else WIDEST
     kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, in_blocks, x.device)
     grid = _CLUSTER * min(_tiles(m, n, block_n), num_sms(x.device) // _CLUSTER)
     x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (block_n // _CLUSTER,))
-    results = map_of_sums(y, (_SLICE_ROWS,)) if _goes_through_shared(OPERANDS[x.dtype], followed_by) else y
+    in_slices = _goes_through_shared(OPERANDS[x.dtype], followed_by)
+    results = map_of_sums(y, (_SLICE_ROWS, _slice_columns(followed_by, block_n))) if in_slices else y
     kernel(grid, x_map, w_map, results, row_scale, column_scale, block_scale, y_scale, m, n, k, y.stride(0))
     return y
 
@@ -110,6 +114,17 @@ def best_block_n(m: int, n: int, k: int, followed_by: FollowedBy, sms: int) -> i
     return best if waves_ns(best) < cublas_ns else None
 
 
+@lru_cache(4096)
+def best_scaled_block_n(m: int, n: int, k: int, sms: int) -> int:
+    """The columns of a tile for x [m, k] and weight [n, k] with `block_scale`."""
+    steps = -(-k // WIDTH)
+
+    def waves_ns(block_n: int) -> float:
+        return -(-_tiles(m, n, block_n) // (sms // _CLUSTER)) * (steps * _SCALED_STEP_NS[block_n] + _TILE_NS)
+
+    return min(SCALED_BLOCKS_N, key=waves_ns)
+
+
 def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> dict[str, int]:
     return {
         "OPERANDS": operands,
@@ -125,19 +140,26 @@ def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int, in
 
 def gemm_hopper_shared_bytes(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> int:
     stages = _stages(operands, followed_by, block_n, in_blocks)
-    return stages * _stage_bytes(block_n, in_blocks) + _slices_bytes(operands, followed_by) + _CONTROL_BYTES
+    return stages * _stage_bytes(block_n, in_blocks) + _slices_bytes(operands, followed_by, block_n) + _CONTROL_BYTES
 
 
 def _goes_through_shared(operands: int, followed_by: FollowedBy) -> bool:
     return operands >= 2 and followed_by != "swiglu in e4m3"
 
 
-def _slices_bytes(operands: int, followed_by: FollowedBy) -> int:
-    return _SLICES_BYTES if _goes_through_shared(operands, followed_by) else 0
+def _slice_columns(followed_by: FollowedBy, block_n: int) -> int:
+    """The columns of results in a slice. Every tile has whole slices."""
+    return 64 if block_n // (2 if followed_by == "swiglu" else 1) % 64 == 0 else 32
+
+
+def _slices_bytes(operands: int, followed_by: FollowedBy, block_n: int) -> int:
+    if not _goes_through_shared(operands, followed_by):
+        return 0
+    return _SLICES * _SLICE_ROWS * _slice_columns(followed_by, block_n) * 2
 
 
 def _stages(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool) -> int:
-    return (_SHARED_BYTES - _CONTROL_BYTES - _slices_bytes(operands, followed_by)) // _stage_bytes(block_n, in_blocks)
+    return (_SHARED_BYTES - _CONTROL_BYTES - _slices_bytes(operands, followed_by, block_n)) // _stage_bytes(block_n, in_blocks)
 
 
 def _stage_bytes(block_n: int, in_blocks: bool) -> int:
@@ -152,7 +174,7 @@ def fills_waves(x: Tensor, weight: Tensor) -> bool:
 
 def fills_a_wave(x: Tensor, weight: Tensor) -> bool:
     """Whether the tiles of a product with `block_scale` occupy most of the chip."""
-    return _tiles(len(x), len(weight), BLOCK_N_OF_BLOCKS) >= _MOST_OF_A_WAVE * (num_sms(x.device) // _CLUSTER)
+    return _tiles(len(x), len(weight), min(SCALED_BLOCKS_N)) >= _MOST_OF_A_WAVE * (num_sms(x.device) // _CLUSTER)
 
 
 def _tiles(m: int, n: int, block_n: int) -> int:

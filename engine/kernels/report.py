@@ -18,9 +18,9 @@ from engine.kernels.compile import MAX_SHARED_BYTES, compile_report, known_archs
 from engine.kernels.embed import embed_defines, embed_packed_defines
 from engine.kernels.few_rows import box_of, few_rows_defines, few_rows_shape
 from engine.kernels.gemm_hopper import (
-    BLOCK_N_OF_BLOCKS,
     BLOCKS_N,
     FOLLOWED_BY,
+    SCALED_BLOCKS_N,
     WIDEST,
     FollowedBy,
     gemm_hopper_defines,
@@ -291,7 +291,7 @@ def _products_on_hopper() -> Iterator[Variant]:
             yield _gemm_hopper(2, followed_by, WIDEST)
             continue
         yield from (_gemm_hopper(0, followed_by, block_n) for block_n in BLOCKS_N)
-        yield _gemm_hopper(2, followed_by, BLOCK_N_OF_BLOCKS, in_blocks=True)
+        yield from (_gemm_hopper(2, followed_by, block_n, in_blocks=True) for block_n in SCALED_BLOCKS_N)
         yield _gemm_hopper(3, followed_by, WIDEST)
     yield _gemm_hopper(1, "swiglu", WIDEST)
     yield _gemm_hopper(2, "residual", WIDEST)

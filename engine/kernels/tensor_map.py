@@ -9,6 +9,7 @@ from torch import Tensor, bfloat16
 
 WIDTH = 128  # bytes of a row that TMA fetches at a time: the span of the swizzle
 _SWIZZLE, _PROMOTION = type(TensorMapDescriptorOptions.swizzle), type(TensorMapDescriptorOptions.l2_promotion)
+_SWIZZLES = {0: _SWIZZLE.NONE, 64: _SWIZZLE.SWIZZLE_64B, WIDTH: _SWIZZLE.SWIZZLE_128B}  # by the bytes of a box's row
 
 
 def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
@@ -17,21 +18,21 @@ def tensor_map(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
     Args:
         rows: the size of a box in each dimension but the last. In the last dimension a box has `WIDTH` bytes, which are swizzled.
     """
-    return _map(x, (*rows, WIDTH // x.element_size()), True)
+    return _map(x, (*rows, WIDTH // x.element_size()), WIDTH)
 
 
-def map_of_sums(x: Tensor, rows: tuple[int, ...]) -> TensorMapDescriptor:
-    """The same as `tensor_map` for a tensor in bf16 to which TMA may add."""
+def map_of_sums(x: Tensor, box: tuple[int, int]) -> TensorMapDescriptor:
+    """Returns the map of a matrix in bf16 to which TMA may add. The 64 or 128 bytes of a box's row are swizzled."""
     assert x.dtype == bfloat16, "TMA adds in the map's own dtype"
-    return _map(x, (*rows, WIDTH // 2), True, TensorMapDataType.BFLOAT16)
+    return _map(x, box, 2 * box[1], TensorMapDataType.BFLOAT16)
 
 
 def plain_map(x: Tensor, box: tuple[int, ...]) -> TensorMapDescriptor:
     """The same as `tensor_map`, with boxes of any size up to 256 in each dimension. They are not swizzled."""
-    return _map(x, box, False)
+    return _map(x, box, 0)
 
 
-def _map(x: Tensor, box: tuple[int, ...], swizzled: bool, dtype: TensorMapDataType | None = None) -> TensorMapDescriptor:
+def _map(x: Tensor, box: tuple[int, ...], swizzled: int, dtype: TensorMapDataType | None = None) -> TensorMapDescriptor:
     size = x.element_size()
     return _map_of(x.data_ptr(), tuple(x.shape), tuple(size * each for each in x.stride()), size, box, swizzled, dtype)
 
@@ -43,13 +44,12 @@ def _map_of(
     strides: tuple[int, ...],
     size: int,
     box: tuple[int, ...],
-    swizzled: bool,
+    swizzled: int,
     dtype: TensorMapDataType | None,
 ) -> TensorMapDescriptor:
     """Cached, since a model uses the same buffers again and again. A map holds an address and keeps no tensor alive."""
     view = StridedMemoryView.from_cuda_array_interface(_Memory(address, shape, strides, size), stream_ptr=-1)
-    swizzle = _SWIZZLE.SWIZZLE_128B if swizzled else _SWIZZLE.NONE
-    return view.as_tensor_map(box, data_type=dtype, swizzle=swizzle, l2_promotion=_PROMOTION.L2_128B)
+    return view.as_tensor_map(box, data_type=dtype, swizzle=_SWIZZLES[swizzled], l2_promotion=_PROMOTION.L2_128B)
 
 
 class _Memory:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from engine import kernels
 from engine.kernels import reference
+from engine.kernels.gemm_hopper import SCALED_BLOCKS_N, gemm_hopper
 from engine.kernels.quantize import Quantized, quantize, quantize_weight, rotation
 from engine.kernels.reference import hadamard
 
@@ -137,6 +138,29 @@ def test_scales_of_blocks(m: int, n: int, k: int) -> None:
     assert torch.equal(found, kernels.linear8(x8, weight)), "sums are added in one order"
     plain = reference.linear8(x8.values, x8.scale, weight.values, weight.scale, weight.block_scale)
     assert_close_in_blocks(plain, exact)
+
+
+@hopper_only
+@pytest.mark.parametrize("block_n", SCALED_BLOCKS_N)
+@pytest.mark.parametrize("m", [1, 129, 640, 2311])
+@in_block_shapes
+def test_tiles_with_scales_of_blocks(m: int, n: int, k: int, block_n: int) -> None:
+    """Tiles of both widths, also partial ones, and more tiles than clusters."""
+    weight, w = in_blocks(n, k)
+    x8 = quantize(torch.randn(m, k, device=DEVICE).bfloat16(), torch.float8_e4m3fn)
+    given, exact = {"block_n": block_n, "block_scale": weight.block_scale}, wide(x8) @ w.t()
+    with poisoned():
+        found = gemm_hopper(x8.values, weight.values, "nothing", None, x8.scale, **given)
+    assert_close_in_blocks(found, exact)
+    residual = torch.randn(m, n, device=DEVICE).bfloat16()
+    expected = residual.double() + exact
+    assert gemm_hopper(x8.values, weight.values, "residual", residual, x8.scale, **given) is residual
+    assert_close_in_blocks(residual, expected)
+    eights = exact.view(m, -1, 2, 8)
+    gated = (F.silu(eights[:, :, 0]) * eights[:, :, 1]).reshape(m, n // 2)
+    with poisoned():
+        found = gemm_hopper(x8.values, weight.values, "swiglu", None, x8.scale, **given)
+    assert_close_in_blocks(found, gated)
 
 
 @hopper_only

@@ -178,7 +178,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str
         "num_sms": lambda device: 132,
         "shared_bytes_of": lambda device: 227 << 10,
         "tensor_map": lambda x, rows: TensorMapDescriptor.__new__(TensorMapDescriptor),
-        "map_of_sums": lambda x, rows: TensorMapDescriptor.__new__(TensorMapDescriptor),
+        "map_of_sums": lambda x, box: TensorMapDescriptor.__new__(TensorMapDescriptor),
         "plain_map": lambda x, box: TensorMapDescriptor.__new__(TensorMapDescriptor),
     }
     for module in modules:

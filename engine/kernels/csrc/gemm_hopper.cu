@@ -8,8 +8,8 @@
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W, so that one thread holds both values of a result.
 //   E4M3: with FOLLOWED_BY 2, y is in e4m3, and y_scale float [M] becomes 1 for each row.
-//   THROUGH_SHARED: results in 16 bits of operands in 8 bits go through shared memory, in slices of 64 columns. TMA stores them, or
-//   adds them to y, while the next slice or the next tile is computed.
+//   THROUGH_SHARED: results in 16 bits of operands in 8 bits go through shared memory, in slices of 64 or 32 columns. TMA stores them,
+//   or adds them to y, while the next slice or the next tile is computed.
 //
 // A block has three warpgroups and computes many tiles of BLOCK_M x BLOCK_N. One thread of the first warpgroup fetches, up to
 // STAGES steps of 128 bytes of K ahead. Each of the other two warpgroups computes 64 rows by wgmma from shared memory and writes
@@ -32,13 +32,15 @@ constexpr int K_BYTES = 128;  // of each row, in one step
 constexpr int BYTES = OPERANDS >= 2 ? 1 : 2, STEP_K = K_BYTES / BYTES;
 constexpr u32 X_BYTES = BLOCK_M * K_BYTES, W_BYTES = BLOCK_N * K_BYTES, W_PART = W_BYTES / CLUSTER;
 constexpr int ACCUMULATORS = BLOCK_N / 2;
-constexpr int SLICE = 64, SLICES = 2;  // columns of a slice, and slices of a warpgroup that are in shared memory at one time
+constexpr int GATED = FOLLOWED_BY == 2 ? 2 : 1;  // columns of W for a column of results
+// Columns of a slice, and slices of a warpgroup that are in shared memory at one time.
+constexpr int SLICE = BLOCK_N / GATED % 64 == 0 ? 64 : 32, SLICES = 2;
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
 constexpr int RELEASING = BLOCKS ? 32 : 128;  // threads that release a stage together: a warp reads scales when its sums are done
-static_assert(!THROUGH_SHARED || BLOCK_N % (FOLLOWED_BY == 2 ? 2 * SLICE : SLICE) == 0, "a tile has whole slices");
-static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N == 128), "more columns need too many registers");
+static_assert(!THROUGH_SHARED || BLOCK_N % (GATED * SLICE) == 0, "a tile has whole slices");
+static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N <= 192), "more columns need too many registers");
 #if THROUGH_SHARED
-typedef TensorMap Results;  // of y, 64 rows and 128 bytes a box
+typedef TensorMap Results;  // of y, 64 rows and SLICE columns a box
 #else
 typedef Out* Results;
 #endif
@@ -219,7 +221,6 @@ __device__ __forceinline__ void store_box(const TensorMap& y, u32 shared, int co
 // Writes the results of a warpgroup, 64 rows from `row` on, through its SLICES slices of shared memory.
 __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const TensorMap& y, u32 slices, const float* __restrict__ row_scale,
                                              const float* __restrict__ column_scale, int row, int column, int m, int n) {
-    constexpr int GATED = FOLLOWED_BY == 2 ? 2 : 1;  // columns of W for a result
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const int mine = row + thread / 32 * 16 + lane / 4;  // and eight rows later
     const float scales[2] = {row_scale[min(mine, m - 1)], row_scale[min(mine + 8, m - 1)]};
@@ -255,7 +256,8 @@ __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const Te
                     words[j][h] = pack(x.x, x.y);
                 }
             }
-            const u32 place = its * 128 + ((i + lane / 16) ^ its % 8) * 16;
+            const u32 swizzle = SLICE == 64 ? its % 8 : its / 2 % 4;  // as TMA expects it, so that no rows share a bank
+            const u32 place = its * SLICE * 2 + ((i + lane / 16) ^ swizzle) * 16;
             store_matrices(shared + place, words[0][0], words[0][1], words[1][0], words[1][1]);
         }
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
