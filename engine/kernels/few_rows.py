@@ -14,16 +14,11 @@ from torch import Tensor
 from engine.codes import STRIP, Form
 from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, is_hopper, num_sms
-from engine.kernels.packed import Packed
+from engine.kernels.packed import LARGE, Packed
 from engine.kernels.tensor_map import WIDTH, plain_map, tensor_map
 
 MOST_ROWS = 32
-# More rows are faster with `gemm_skinny`, except for a W in codes with fewer values than _LARGE.
-_MOST_ROWS_OF_MOST, _LARGE = 16, 1 << 23
-# In codes, 16 rows of the largest matrices are faster with `gemm_skinny`, too: W of 5,120 x 17,408 took 28 us instead of 35, and
-# W of 34,816 x 5,120 took 47 instead of 51, with the norm before it. With W of 24,576 x 4,096 in `gemm_skinny`, all products
-# of the 8B took 2.19 ms instead of 2.27.
-_MOST_COLUMNS_OF_CODES, _MOST_CODES = 1 << 14, 1 << 26
+_MOST_ROWS_IN_16_BITS = 16  # more rows are faster with `gemm_skinny`, and so are all rows of a large W in codes
 _MOST_SUMS = 96 * 32  # in a block's registers, so that two blocks share a multiprocessor
 MOST_SENT = 256  # sums of squares that a block sends to its cluster
 _THREADS = 288
@@ -104,13 +99,11 @@ def few_rows_shape(n: int, k: int, rows: int, norm: bool, sms: int, box: Box = I
 
 def few_rows_shape_of(x: Tensor, weight: Tensor | Packed, norm: bool = False) -> FewRowsShape | None:
     """Returns the shape for `few_rows`; None if `few_rows` does not take this chip, dtype, or number of rows."""
-    most, form = _MOST_ROWS_OF_MOST, None
+    most, form = _MOST_ROWS_IN_16_BITS, None
     if isinstance(weight, Packed):
-        form = weight.form
-        if not _takes(form) or weight.k > _MOST_COLUMNS_OF_CODES or len(weight) * weight.k > _MOST_CODES:
+        most, form = MOST_ROWS, weight.form
+        if not _takes(form) or len(weight) * weight.k >= LARGE:
             return None
-        if len(weight) * weight.k < _LARGE:
-            most = MOST_ROWS
     if len(x) > most or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     return few_rows_shape(len(weight), x.shape[1], padded(len(x)), norm, num_sms(x.device), box_of(form))

@@ -18,7 +18,7 @@ from engine.codes import STRIP, Form
 from engine.kernels.attention_hopper import FEATURES
 from engine.kernels.gemm_hopper import FOLLOWED_BY, OPERANDS, FollowedBy, result_of
 from engine.kernels.launch import Kernel, is_hopper, num_sms
-from engine.kernels.packed import Packed
+from engine.kernels.packed import LARGE, Packed
 from engine.kernels.tensor_map import WIDTH, tensor_map
 
 # For at most this number of rows of x, this kernel is faster than all others if it has a shape for W.
@@ -58,6 +58,8 @@ _CODES_EXCHANGE_NS, _CODES_WAVE_NS, _CODES_ROW_NS = 1500, 6000, 20
 _IN_CODES = 4  # `OPERANDS` of the kernel
 _COLUMNS_OF_CODES = 128  # of a step
 _LEAST_ROWS_OF_CODES = 16
+# With more rows cuBLAS is faster, although W is written out first (docs/decisions/083).
+_MOST_ROWS_OF_LARGE, _MOST_ROWS_OF_SMALL = 512, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ def padded(m: int, values: int | Form = 2) -> int:
     """Returns the number of rows for which a shape is chosen: each number has kernels of its own."""
     if 64 < m <= 96 and values == 2:
         return 96
+    if m > _TILE and isinstance(values, Form):
+        return -(-m // _TILE) * _TILE
     return max(8, 1 << (m - 1).bit_length())
 
 
@@ -161,7 +165,8 @@ def skinny_shape_of(x: Tensor, weight: Tensor | Packed, in_blocks: bool = False)
     """
     most = MOST_ROWS.get(x.dtype, 0)
     if isinstance(weight, Packed):
-        most = _TILE if x.dtype == torch.bfloat16 else 0
+        most = _MOST_ROWS_OF_LARGE if len(weight) * weight.k >= LARGE else _MOST_ROWS_OF_SMALL
+        most = most if x.dtype == torch.bfloat16 else 0
     if len(x) > most or not is_hopper(x.device):
         return None
     if isinstance(weight, Packed):

@@ -1,12 +1,12 @@
 """x W^T in 16 bits for a matrix in 4 to 8 bits, with the operations around it.
 
-For few rows the kernels read W in its bits: `packed_rows` for up to 8 rows, and others for up to 64 rows, or 128 if W is large.
-On Hopper these are `gemm_skinny`, and `few_rows` for up to 16 or 32 rows of some forms. Elsewhere it is `packed_tiles`, and also
-if K is no multiple of 128. For more rows W is first written out in 16 bits, and `linear` multiplies it (docs/decisions/046, 062,
-066 and 070). If W has `row_scales`, x is rounded to NVFP4 instead, and `nvfp4` multiplies it with W's codes (docs/decisions/082).
-Of the head of a language model a part is written out at a time (docs/decisions/068).
+For few rows the kernels read W in its bits. `packed_rows` multiplies up to 16 rows. On Hopper `gemm_skinny` multiplies up to 512
+rows in bf16, or 256 if W is small, and `few_rows` 17 to 32 rows of small matrices of some forms. Otherwise `packed_tiles`
+multiplies up to 128 rows, or 64 if W is small. For more rows W is first written out in 16 bits, and `linear` multiplies it
+(docs/decisions/046, 062, 066, 070 and 083). If W has `row_scales`, x is rounded to NVFP4 instead, and `nvfp4` multiplies it with
+W's codes (docs/decisions/082). Of the head of a language model a part is written out at a time (docs/decisions/068).
 
-If the records have W's columns in another order, x is brought into this order first. Most checkpoints do not need that.
+If the records have W's columns in another order, `reorder` first brings x into this order. Most checkpoints do not need that.
 """
 
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from engine.kernels.launch import num_sms, runs_in, runs_on, shared_bytes_of
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 from engine.kernels.norm import rms_norm
 from engine.kernels.nvfp4 import linear_nvfp4
-from engine.kernels.packed import Packed
+from engine.kernels.packed import LARGE, Packed
 from engine.kernels.packed_rows import MOST_ROWS, packed_rows, packed_shape, padded, unpack
 from engine.kernels.packed_tiles import packed_tiles, tiled_shape_of
+from engine.kernels.reorder import reorder
 
-# For more rows, writing the matrix out takes less time (measured on an H100, loadtests/results/kernels_packed.md).
-_MOST_ROWS_PACKED = 64
-_LARGE, _MOST_ROWS_OF_LARGE = 1 << 23, 128  # the least number of values of a large W, and its limit of rows
+# The most rows for `packed_tiles`. For more rows, writing W out takes less time (measured on an H100).
+_MOST_ROWS_OF_LARGE, _MOST_ROWS_OF_SMALL = 128, 64
 
 
 def linear_packed(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
@@ -90,8 +90,10 @@ def unpacked(weight: Packed, dtype: torch.dtype) -> Tensor:
 
 
 def _is_few(x: Tensor, weight: Packed) -> bool:
-    is_large = len(weight) * weight.k >= _LARGE
-    return runs_on(x) and len(x) <= (_MOST_ROWS_OF_LARGE if is_large else _MOST_ROWS_PACKED)
+    if not runs_on(x):
+        return False
+    most = _MOST_ROWS_OF_LARGE if len(weight) * weight.k >= LARGE else _MOST_ROWS_OF_SMALL
+    return len(x) <= most or skinny_shape_of(x, weight) is not None
 
 
 def _takes_nvfp4(x: Tensor, weight: Packed) -> bool:
@@ -102,7 +104,7 @@ def _reordered(x: Tensor, weight: Packed, norm: Tensor | None = None, eps: float
     """(x with its columns in the order of W's records, the norm that remains to be done). Usually nothing changes."""
     if weight.order is None:
         return x, norm
-    return _normalized(x, norm, eps).index_select(1, weight.order), None
+    return reorder(x, weight.order, norm, eps), None
 
 
 def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:

@@ -10,6 +10,7 @@ from engine.codes import STRIP, Form
 
 # Values that are packed at a time. A head has ten times as many, and while it is packed each value takes several bytes.
 _SLICE_VALUES = 1 << 26
+LARGE = 1 << 23  # the least number of values of a large matrix. It stays in its codes with more rows of x than a small one
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""x W^T for up to 8 rows of x and W in 4 to 8 bits. Reading W from memory takes most of the time."""
+"""x W^T for up to 16 rows of x and W in 4 to 8 bits. Reading W from memory takes most of the time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,16 +15,25 @@ from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 from engine.kernels.packed import Packed
 
-MOST_ROWS = 8
-_HELD = (1, 2, 4, MOST_ROWS)  # the numbers of rows of x for which a block has shared memory
+MOST_ROWS = 16
+_TILE = 8  # rows of x that the kernel multiplies at once
+_HELD = (1, 2, 4, 8, MOST_ROWS)  # the numbers of rows of x for which a block has shared memory
 _WARPS = 16
 _STAGES = (3, 2)  # more steps in the ring delay x, which waits behind them; 2 if the shared memory is too small
-# A model of the time of a shape, fitted to an H200: bytes per nanosecond from memory, from memory to one multiprocessor, and from
-# the L2 cache to one multiprocessor; nanoseconds for a tile, with one slice and with several; nanoseconds of a warp for 16 x 16
-# values of W.
-_BYTES_PER_NS, _BYTES_PER_NS_SM, _L2_BYTES_PER_NS_SM = 4200, 28, 80
-_TURN_NS = (400, 2200)
-_PRODUCT_NS = 10
+_BYTES_PER_NS, _BYTES_PER_NS_SM = 4200, 28  # on an H200, from memory, and from memory to one multiprocessor
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """A model of the time of a shape, fitted to an H200."""
+
+    product_ns: float  # of a warp for 16 x 16 values of W
+    x: float  # bytes per nanosecond of x to one multiprocessor
+    sums: float  # bytes per nanosecond of sums between the L2 cache and one multiprocessor
+    turn_ns: tuple[float, float]  # for a tile, with one slice and with several
+
+
+_OF_8, _OF_16 = _Times(10, 80, 80, (400, 2200)), _Times(13, 60, 50, (1000, 1500))  # by the most rows of x
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +53,10 @@ class PackedShape:
 
     def shared_bytes(self, k: int, rows: int, form: Form) -> int:
         rings = self.across * self.deep * self.stages * self.tall * form.slot_bytes
-        sums = self.across * self.deep * self.tall * 512 if self.deep > 1 else 0
+        tiles = _x_tiles(rows)
+        sums = self.across * self.deep * self.tall * tiles * 512 if self.deep > 1 else 0
         width = -(-(k // form.chunk) // self.split) * form.chunk
-        return rings + 4 * MOST_ROWS * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
+        return rings + 4 * _TILE * tiles * (1 + self.across * self.deep) + 16 + sums + rows * (2 * width + 16)
 
 
 _ANY_SHAPE = PackedShape(1, _WARPS, 1, 1, 2)  # the result of `unpack` does not depend on the shape
@@ -57,6 +67,10 @@ def padded(m: int) -> int:
     return next(rows for rows in _HELD if rows >= m)
 
 
+def _x_tiles(rows: int) -> int:
+    return -(-rows // _TILE)
+
+
 def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int) -> Iterator[tuple[float, PackedShape]]:
     """Yields the possible shapes for W [n, k], each with its predicted nanoseconds.
 
@@ -65,6 +79,7 @@ def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: i
         most_bytes: the most bytes of shared memory for a block.
     """
     chunks, strips, record = k // form.chunk, n // STRIP, form.record_bytes
+    times = _OF_8 if rows <= 8 else _OF_16
     for deep, tall, split in product((1, 2, 4, 8, 16), (1, 2), range(1, 65)):
         all_stages = (PackedShape(split, _WARPS // deep, deep, tall, stages) for stages in _STAGES)
         shape = next((each for each in all_stages if each.shared_bytes(k, rows, form) <= most_bytes), None)
@@ -75,11 +90,11 @@ def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: i
         own = turns * shape.tile * steps * record  # bytes of W that the busiest block reads
         flow = max(strips * chunks * record / _BYTES_PER_NS, own / _BYTES_PER_NS_SM)
         values = turns * tall * steps / deep * (form.chunk / STRIP)  # squares of 16 x 16 values that the busiest warp multiplies
-        products = values * _PRODUCT_NS
+        products = values * times.product_ns
         # Bytes of sums. Each block writes its own, and a tile's last block reads those of all slices.
-        partial = turns * shape.tile * STRIP * MOST_ROWS * 4 * (1 + split) if split > 1 else 0
-        others = (2 * rows * steps * form.chunk + partial) / _L2_BYTES_PER_NS_SM
-        yield max(flow, products) + others + turns * _TURN_NS[split > 1], shape
+        partial = turns * shape.tile * STRIP * _TILE * _x_tiles(rows) * 4 * (1 + split) if split > 1 else 0
+        others = 2 * rows * steps * form.chunk / times.x + partial / times.sums
+        yield max(flow, products) + others + turns * times.turn_ns[split > 1], shape
 
 
 @lru_cache
@@ -109,7 +124,8 @@ def packed_rows(
     width = n // 2 if followed_by == "swiglu" else n
     y = torch.empty(m, width, dtype=x.dtype, device=x.device) if out is None else out
     rows, tiles = padded(m), -(-len(weight.records) // shape.tile)
-    defines = packed_defines(weight.form, shape, norm is not None, followed_by, x.dtype)
+    held = _TILE * _x_tiles(rows)  # rows with sums
+    defines = packed_defines(weight.form, shape, rows, norm is not None, followed_by, x.dtype)
     # At least half of a multiprocessor's shared memory, so that two blocks do not fit. Otherwise two blocks of the next kernel
     # could begin on one multiprocessor, and none on another.
     shared = max(shape.shared_bytes(weight.k, rows, weight.form), shared_bytes_of(x.device) // 2)
@@ -117,8 +133,8 @@ def packed_rows(
     beside = min(tiles, max(1, num_sms(x.device) // shape.split))
     partial = squares = None
     if shape.split > 1:
-        partial = torch.empty(shape.split * n * MOST_ROWS, dtype=torch.float32, device=x.device)
-        squares = torch.empty(beside * shape.split * MOST_ROWS, dtype=torch.float32, device=x.device)
+        partial = torch.empty(shape.split * n * held, dtype=torch.float32, device=x.device)
+        squares = torch.empty(beside * shape.split * held, dtype=torch.float32, device=x.device)
     arguments = m, n, weight.k, x.stride(0), y.stride(0), np.float32(eps)
     kernel((beside, shape.split), x, weight.records, norm, y, partial, squares, weight.counters, *arguments)
     return y
@@ -129,7 +145,7 @@ def unpack(weight: Packed, dtype: torch.dtype) -> Tensor:
     w = torch.empty(len(weight), weight.k, dtype=dtype, device=weight.records.device)
     chunks = weight.records.shape[1]
     num = len(weight.records) * chunks
-    defines = packed_defines(weight.form, _ANY_SHAPE, False, "nothing", dtype)
+    defines = packed_defines(weight.form, _ANY_SHAPE, 1, False, "nothing", dtype)
     kernel = _kernel("packed_unpack", tuple(defines.items()), weight.records.device, 256)
     kernel(-(-num // 8), weight.records, w, num, chunks, weight.k)
     return w
@@ -142,9 +158,12 @@ def _kernel(
     return Kernel("packed_rows", entry, dict(defines), device, threads, shared_bytes)
 
 
-def packed_defines(form: Form, shape: PackedShape, norm: bool, followed_by: FollowedBy, dtype: torch.dtype) -> dict[str, int]:
+def packed_defines(
+    form: Form, shape: PackedShape, rows: int, norm: bool, followed_by: FollowedBy, dtype: torch.dtype
+) -> dict[str, int]:
     return {
         **form.defines,
+        "X_TILES": _x_tiles(rows),
         "SPLIT": shape.split,
         "ACROSS": shape.across,
         "DEEP": shape.deep,

@@ -21,6 +21,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return weight * wide.to(x.dtype)
 
 
+def reorder(x: Tensor, order: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x [T, C], order [C] int32 -> x[:, order], normalised first if there is a norm [C]."""
+    return (x if norm is None else rms_norm(x, norm, eps)).index_select(1, order)
+
+
 def embed_packed(token_ids: Tensor, records: Tensor, form: Form, dtype: torch.dtype, last: Tensor | None = None) -> Tensor:
     """`embed_packed` of `Packed.records`."""
     if last is not None:

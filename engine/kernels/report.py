@@ -36,6 +36,7 @@ from engine.kernels.packed_rows import packed_defines, packed_shape
 from engine.kernels.packed_tiles import tiled_defines, tiled_shape
 from engine.kernels.pool import pool_defines
 from engine.kernels.quantize import quantize_defines
+from engine.kernels.reorder import reorder_defines, reorder_shared_bytes
 from engine.kernels.rope import rope_defines
 from engine.kernels.sample import UNROLL, sample_defines
 from engine.kernels.tiles import HEAD_DIMS, LEAST_TILED, HopperShape, TileShape, hopper_shape, tile_shapes
@@ -141,6 +142,9 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 yield Variant("rope", f"{label}, store{_kv8(kv8)}", defines)
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
+        for norm in (False, True):
+            defines, shared = reorder_defines(width, norm, dtype), reorder_shared_bytes(width, norm)
+            yield Variant("reorder", f"C {width}{', norm' * norm}", defines, shared)
     if capability == (9, 0):
         yield from _products_on_hopper()
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
@@ -334,9 +338,10 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
     n, k = 24576, 4096
     followed_by, norm = _PRODUCTS[n, k]
     for form in _FORMS:
-        shape = packed_shape(n, k, MOST_ROWS_AT_ONCE, form, _H200_SMS, most)
-        defines = packed_defines(form, shape, norm, followed_by, torch.bfloat16)
-        yield Variant("packed_rows", f"W {n} x {k}, {form}", defines, shape.shared_bytes(k, MOST_ROWS_AT_ONCE, form))
+        for rows in (MOST_ROWS_AT_ONCE // 2, MOST_ROWS_AT_ONCE):
+            shape = packed_shape(n, k, rows, form, _H200_SMS, most)
+            defines = packed_defines(form, shape, rows, norm, followed_by, torch.bfloat16)
+            yield Variant("packed_rows", f"W {n} x {k}, {rows} rows, {form}", defines, shape.shared_bytes(k, rows, form))
         for rows in (64, 128):
             yield from tiled(n, k, rows, form)
     for rows in (16, 64):

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from engine import kernels
 from engine.kernels import reference
 from engine.kernels.cache8 import Cache8, rounded, widened
+from engine.kernels.reorder import reorder
 
 pytestmark = pytest.mark.gpu
 
@@ -303,6 +304,19 @@ def test_embed_never_reads_outside_of_the_table() -> None:
     token_ids = torch.tensor([-1, 500, 7, -(2**31), 2**31 - 1, 499], dtype=torch.int32, device=DEVICE)
     ours = kernels.embed(token_ids, torch.zeros_like(token_ids), words)
     assert torch.equal(ours, words[[0, 499, 7, 0, 499, 499]])
+
+
+@pytest.mark.parametrize("width", [64, 1024, 5120, 12288, 17408, 40960])
+@pytest.mark.parametrize("num_rows", [1, 700])
+@in_16_bits
+def test_reorder(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    """Columns are moved, also those of a part of wider rows, and also after a norm."""
+    x, order = torch.randn(num_rows, width + 8, device=DEVICE).to(dtype)[:, 8:], torch.randperm(width, device=DEVICE)
+    weight = (1 + torch.randn(width, device=DEVICE) / 4).to(dtype)
+    with poisoned():
+        found, normed = reorder(x, order.int()), reorder(x, order.int(), weight, EPS)
+    assert torch.equal(found, x[:, order])
+    assert_as_close_as_torch(normed, reference.rms_norm(x, weight, EPS)[:, order], rms_norm_exact(x, weight)[:, order])
 
 
 @in_16_bits

@@ -68,6 +68,10 @@ def shape_of(weight: Packed, m: int) -> PackedShape:
     return packed_shape(len(weight), weight.k, padded(m), weight.form, *limits)
 
 
+def fits(shape: PackedShape, m: int, weight: Packed) -> bool:
+    return shape.shared_bytes(weight.k, padded(m), weight.form) <= shared_bytes_of(DEVICE)
+
+
 def check(
     m: int,
     weight: Packed,
@@ -118,14 +122,14 @@ def test_unpacked(n: int, k: int, form: Form, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups(form: Form, dtype: torch.dtype) -> None:
     weight, w = matrix(112, 384, form)
-    for m in (1, 8):
+    for m in (1, 8, 16):
         check(m, weight, w, shape_of(weight, m), dtype, "nothing", False)
 
 
 @pytest.mark.parametrize(("n", "k"), SIZES)
 def test_rows(n: int, k: int) -> None:
     weight, w = matrix(n, k, Form(128))
-    for m in range(1, 9):
+    for m in range(1, 17):
         check(m, weight, w, shape_of(weight, m), torch.bfloat16, "nothing", False)
 
 
@@ -136,8 +140,9 @@ def test_rows(n: int, k: int) -> None:
 def test_what_lies_around(follows: FollowedBy, normed: bool, shape: PackedShape, form: Form) -> None:
     for n, k in SIZES:
         weight, w = matrix(n, k, form)
-        for m in (1, 7):
-            check(m, weight, w, shape, torch.bfloat16, follows, normed)
+        for m in (1, 7, 13):
+            if fits(shape, m, weight):
+                check(m, weight, w, shape, torch.bfloat16, follows, normed)
 
 
 @pytest.mark.parametrize("form", [Form(16, 6), Form(32, beside="mins"), Form(32, 8), Form(32)], ids=str)
@@ -154,7 +159,7 @@ def test_in_parts(monkeypatch: pytest.MonkeyPatch, n: int, k: int, form: Form) -
 
     monkeypatch.setattr(module, "unpacked", noted)
     weight, w = matrix(n, k, form)
-    for m in (1, 9, 64, 65, 128, 129, 320):
+    for m in (1, 9, 64, 65, 128, 129, 256, 257, 513, 600):
         torch.manual_seed(m)
         x = torch.randn(m, k, device=DEVICE).bfloat16()
         with poisoned():
@@ -254,6 +259,18 @@ def test_skinny(form: Form) -> None:
 
 
 @HOPPER_ONLY[1]
+@pytest.mark.parametrize("form", [Form(128), Form(32, 5, "mins")], ids=str)
+@pytest.mark.parametrize(("m", "follows"), [(129, "swiglu"), (300, "residual"), (512, "nothing")])
+def test_skinny_tiles_of_x(m: int, follows: FollowedBy, form: Form) -> None:
+    """Neighbouring clusters multiply the same rows of W with other rows of x. The last tile of x may be partial."""
+    for n, k in SKINNY:
+        weight, w = matrix(n, k, form)
+        shape = skinny_shape(n, k, skinny_padded(m, form), num_sms(DEVICE), form)
+        assert shape is not None, "K is a multiple of 128"
+        check(m, weight, w, shape, torch.bfloat16, follows, False)
+
+
+@HOPPER_ONLY[1]
 @pytest.mark.parametrize("cut", [(1, 64, 4), (2, 80, 5), (3, 128, 4), (4, 96, 4), (1, 192, 4)])
 @pytest.mark.parametrize("follows", ["nothing", "swiglu", "residual"])
 def test_skinny_cuts(follows: FollowedBy, cut: tuple[int, int, int]) -> None:
@@ -264,7 +281,7 @@ def test_skinny_cuts(follows: FollowedBy, cut: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 65, 128, 129])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 512, 513])
 @pytest.mark.parametrize("form", [Form(128, beside="zeros"), Form(32, beside="mins"), Form(32, 8)], ids=str)
 @pytest.mark.parametrize("is_reordered", [False, True])
 def test_the_layers_products(m: int, dtype: torch.dtype, form: Form, is_reordered: bool) -> None:
@@ -295,8 +312,10 @@ def test_slices_are_added_in_their_order() -> None:
     x = torch.randn(64, 4096, device=DEVICE).bfloat16()
     shape, tiled = PackedShape(8, 16, 1, 2, 3), tiled_shape_of(64, weight)
     assert tiled is not None, "it is a model's shape"
-    first, first_tiled = packed_rows(x[:8], weight, shape), packed_tiles(x, weight, tiled)
-    assert all(torch.equal(packed_rows(x[:8], weight, shape), first) for _ in range(50))
+    first_tiled = packed_tiles(x, weight, tiled)
+    for m in (8, 16):
+        first = packed_rows(x[:m], weight, shape)
+        assert all(torch.equal(packed_rows(x[:m], weight, shape), first) for _ in range(50))
     assert all(torch.equal(packed_tiles(x, weight, tiled), first_tiled) for _ in range(50))
 
 

@@ -72,7 +72,7 @@ def test_other_rows_take_another_kernel(m: int, dtype: torch.dtype, takes: bool,
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "takes"), [(16, 12288, True), (17, 12288, False), (16, 17408, False)], ids=["8B", "17 rows", "14B"]
+    ("m", "k", "takes"), [(32, 1024, True), (33, 1024, False), (16, 12288, False)], ids=["0.6B", "33 rows", "8B"]
 )
 def test_rows_of_codes_take_another_kernel(m: int, k: int, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "is_hopper", lambda device: True)

@@ -34,6 +34,7 @@ from engine.kernels.packed import pack
 from engine.kernels.packed_rows import PackedShape, packed_rows, unpack
 from engine.kernels.packed_tiles import packed_tiles, padded, tiled_shape
 from engine.kernels.quantize import quantize, quantize_defines
+from engine.kernels.reorder import reorder
 from engine.kernels.signature import entries, signature
 from engine.kernels.tiles import LEAST_TILED, HopperShape, Tiling, hopper_shape, tile_shapes
 
@@ -54,6 +55,7 @@ LAUNCHERS = (
     "nvfp4",
     "pool",
     "quantize",
+    "reorder",
     "rope",
     "sample",
 )
@@ -61,7 +63,7 @@ LAUNCHERS = (
 
 def test_every_entry_of_every_source_has_a_signature() -> None:
     seen = {(source, entry): 0 for source in SOURCES for entry in entries(source)}
-    assert len(seen) == 24
+    assert len(seen) == 25
     for variant in (*report.variants((9, 0)), *report.variants((12, 0))):
         for entry in entries(variant.source):
             seen[variant.source, entry] += len(signature(variant.source, entry, variant.defines).parameters)
@@ -267,6 +269,9 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     packed_rows(x, four, PackedShape(2, 8, 2, 1, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
     packed_rows(x.half(), four, PackedShape(1, 16, 1, 1, 3), "swiglu")
     few_rows(x, four, FewRowsShape(2, 64, 3), "residual", torch.ones(3, 64, dtype=BF16), torch.ones(1024, dtype=BF16))
+    kernels.linear_packed(x, replace(four, order=torch.arange(1024, dtype=torch.int32)))
+    reorder(wide[:, :64], ids)
+    reorder(wide, ids, weight)
     unpack(four, BF16)
     mins = pack(codes, Form(32, 5, "mins"), torch.ones(64, 32).half(), torch.ones(64, 32).half())
     packed_rows(x, mins, PackedShape(2, 8, 2, 1, 3))
@@ -362,17 +367,23 @@ def test_tiles_beyond_a_grids_limit_are_launched_in_parts(num_tiles: int, width:
     ("rows", "large", "on_hopper", "sources", "launches"),
     [
         (8, False, True, "packed_rows", 1),
-        (9, False, True, "few_rows", 1),
+        (16, False, True, "packed_rows", 1),
+        (17, False, True, "few_rows", 1),
         (32, False, True, "few_rows", 1),
         (33, False, True, "gemm_skinny", 1),
-        (16, True, True, "few_rows", 1),
+        (16, True, True, "packed_rows", 1),
         (17, True, True, "gemm_skinny", 1),
         (64, False, True, "gemm_skinny", 1),
-        (65, False, True, "packed_rows gemm_skinny", 2),
-        (128, True, True, "gemm_skinny", 1),
-        (129, True, True, "packed_rows", 1),
-        (9, False, False, "packed_tiles", 1),
+        (65, False, True, "gemm_skinny", 1),
+        (256, False, True, "gemm_skinny", 1),
+        (257, False, True, "packed_rows", 1),
+        (512, True, True, "gemm_skinny", 1),
+        (513, True, True, "packed_rows", 1),
+        (16, False, False, "packed_rows", 1),
+        (17, False, False, "packed_tiles", 1),
+        (65, False, False, "packed_rows", 1),
         (65, True, False, "packed_tiles", 1),
+        (129, True, False, "packed_rows", 1),
     ],
 )
 def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
@@ -384,14 +395,27 @@ def test_rows_that_multiply_a_matrix_as_it_is_in_4_bits(
     sources: str,
     launches: int,
 ) -> None:
-    """With other numbers of rows packed_rows.cu dequantises the matrix first. Then cuBLAS or `gemm_skinny` follows."""
+    """With other numbers of rows packed_rows.cu writes the matrix out first. Then cuBLAS follows."""
     for name in ("few_rows", "gemm_skinny"):
         monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "is_hopper", lambda device: on_hopper)
-    for name in ("few_rows", "linear_packed"):
-        monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "_LARGE", 1 if large else 1 << 25)
+    for name in ("few_rows", "gemm_skinny", "linear_packed"):
+        monkeypatch.setattr(importlib.import_module(f"engine.kernels.{name}"), "LARGE", 1 if large else 1 << 25)
     four = pack(torch.zeros(64, 1024, dtype=torch.uint8), Form(128), torch.ones(64, 8).half())
     x, residual = torch.ones(rows, 1024, dtype=BF16), torch.ones(rows, 64, dtype=BF16)
     assert kernels.linear_packed_add(x, four, residual) is residual
+    assert {name for name, _ in fake_kernels} == set(sources.split())
+    assert len(FakeKernel.launches) == launches
+
+
+@pytest.mark.parametrize(
+    ("rows", "sources", "launches"),
+    [(1, "reorder packed_rows", 2), (16, "reorder packed_rows", 2), (64, "reorder packed_tiles", 2)],
+)
+def test_x_gets_the_order_of_the_records(fake_kernels: set[tuple[str, str]], rows: int, sources: str, launches: int) -> None:
+    """The kernel that brings x into this order also computes the norm."""
+    four = pack(torch.zeros(64, 1024, dtype=torch.uint8), Form(128), torch.ones(64, 8).half())
+    four = replace(four, order=torch.arange(1024, dtype=torch.int32))
+    kernels.linear_packed(torch.ones(rows, 1024, dtype=BF16), four, torch.ones(1024, dtype=BF16), 1e-6)
     assert {name for name, _ in fake_kernels} == set(sources.split())
     assert len(FakeKernel.launches) == launches
 

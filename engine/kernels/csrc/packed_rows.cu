@@ -1,11 +1,11 @@
-// y = x W^T for at most 8 rows of x and W in 4 to 8 bits, fused with an RMSNorm before it and the operation after it, for sm_80
+// y = x W^T for at most 8 * X_TILES rows of x and W in 4 to 8 bits, fused with an RMSNorm before it and the operation after it, for sm_80
 // and later. The kernel reads W once, at the rate of the memory. Sums in fp32.
 //   x [M, K] and y [M, N] in 16 bits, strided rows. norm [K] in 16 bits.
 //   packed: W [N, K] in records (csrc/codes.cuh), int [N / 16, K / CHUNK, RECORD / 4].
 //   NORM: the rows of x are normalised. x is multiplied by norm, and the sums are divided by the root mean square of the row.
 //   FOLLOWED_BY 0: y.  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate alternate
 //   with eight rows of up in W.
-//   partial float [SPLIT, N / 16, 32, 4], squares float [grid x, SPLIT, ROWS], counters int [tiles of 16 * TALL * ACROSS
+//   partial float [SPLIT, N / 16, X_TILES, 32, 4], squares float [grid x, SPLIT, ROWS], counters int [tiles of 16 * TALL * ACROSS
 //   rows of W]: the workspace if SPLIT > 1. The counters are 0 before and after.
 //
 // Grid: y is one of SPLIT slices of K, and the blocks of a slice divide the tiles of W's rows. A block keeps its slice of x in
@@ -21,10 +21,10 @@
 // Floor: N * K * BITS / 8 bytes of codes, and the scales.
 constexpr int SLOT = CODES + 32 * LANE_SCALES;  // a record in shared memory, where each lane has its own copy of its scales
 constexpr int WARPS = ACROSS * DEEP, THREADS = 32 * WARPS, PARTS = SPLIT * DEEP;
-constexpr int ROWS = 8;    // rows of x in an mma
-constexpr int CHAINS = GROUP > 16 ? 2 : 1;  // independent sums of a group, so that products wait less for each other
+constexpr int ROWS = 8 * X_TILES;  // of x; an mma has 8
+constexpr int CHAINS = GROUP > 16 && X_TILES == 1 ? 2 : 1;  // independent sums of a group, so that products wait less for each other
 constexpr u32 RING = STAGES * TALL * SLOT;
-static_assert(WARPS == 16, "2 to 16 warps share a row of x");
+static_assert(WARPS == 16, "1 to 16 warps share a row of x");
 
 // Lies in shared memory after the rings. The sums and then the slice of x follow.
 struct alignas(16) Shared {
@@ -42,21 +42,21 @@ __device__ __forceinline__ void add(float4& sum, const float4& x) { sum.x += x.x
 
 // A warp's sums for its rows of a tile and its part of K.
 struct Sums {
-    float4 of[TALL];
+    float4 of[TALL][X_TILES];
 };
 
 __device__ __forceinline__ float& element(float4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Adds the product of one step: TALL records at `slot` and the columns of x at `x_row`, this lane's address for ldmatrix.
-__device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
+// Adds the product of one step: TALL records at `slot` and the columns of x at `x_rows`, this lane's addresses for ldmatrix.
+__device__ __forceinline__ void multiply(Sums& sums, u32 slot, const u32 (&x_rows)[X_TILES], u32 offset) {
     const u32 lane = threadIdx.x % 32;
-    float group[CHAINS][TALL][4], x_sums[4];
+    float group[CHAINS][TALL][X_TILES][4], x_sums[X_TILES][4];
     const u32 ones[4] = {ONES, ONES, ONES, ONES};
     Scales scales[TALL];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
         Words words[TALL];
-        u32 rows[4];
+        u32 rows[X_TILES][4];
 #pragma unroll
         for (int r = 0; r < TALL; ++r) words[r].load(slot + r * SLOT, h);
 #pragma unroll
@@ -65,34 +65,39 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 slot, u32 x_row) {
             if (column % GROUP == 0) {
                 const int at = column / GROUP * (1 + ZEROS) * 4;
 #pragma unroll
-                for (int e = 0; e < 4; ++e) x_sums[e] = 0.f;
+                for (int t = 0; t < X_TILES; ++t)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) x_sums[t][e] = 0.f;
 #pragma unroll
                 for (int r = 0; r < TALL; ++r) {
                     const u32 its = slot + r * SLOT + CODES + lane * LANE_SCALES + at;
                     scales[r] = Scales(load_word(its), ZEROS ? load_word(its + 4) : MIDDLES);
 #pragma unroll
-                    for (int e = 0; e < 4 * CHAINS; ++e) group[e / 4][r][e % 4] = 0.f;
+                    for (int e = 0; e < 4 * CHAINS * X_TILES; ++e) group[e / 4 % CHAINS][r][e / 4 / CHAINS][e % 4] = 0.f;
                 }
             }
-            if (j % 2 == 0) ldmatrix(rows, x_row + column * 2);  // four 8 x 8 matrices of x: 32 columns
-            const u32 near = rows[j % 2 * 2], far = rows[j % 2 * 2 + 1];
-            if (MINS) mma(x_sums, ones, near, far);
+#pragma unroll
+            for (int t = 0; t < X_TILES; ++t) {
+                if (j % 2 == 0) ldmatrix(rows[t], x_rows[t] + offset + column * 2);  // four 8 x 8 matrices of x: 32 columns
+                if (MINS) mma(x_sums[t], ones, rows[t][j % 2 * 2], rows[t][j % 2 * 2 + 1]);
+            }
 #pragma unroll
             for (int r = 0; r < TALL; ++r) {
                 u32 a[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) a[i] = words[r].values_of(4 * j + i, scales[r].minus[i % 2]);
-                mma(group[j % CHAINS][r], a, near, far);
+#pragma unroll
+                for (int t = 0; t < X_TILES; ++t) mma(group[j % CHAINS][r][t], a, rows[t][j % 2 * 2], rows[t][j % 2 * 2 + 1]);
             }
             if ((column + 16) % GROUP == 0) {
 #pragma unroll
-                for (int r = 0; r < TALL; ++r)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        float& sum = element(sums.of[r], e);
-                        sum = fmaf(scales[r].of[e / 2], CHAINS == 2 ? group[0][r][e] + group[CHAINS - 1][r][e] : group[0][r][e], sum);
-                        if (MINS) sum = fmaf(scales[r].mins[e / 2], x_sums[e], sum);
-                    }
+                for (int i = 0; i < TALL * X_TILES * 4; ++i) {
+                    const int r = i / (4 * X_TILES), t = i / 4 % X_TILES, e = i % 4;
+                    float& sum = element(sums.of[r][t], e);
+                    const float its = CHAINS == 2 ? group[0][r][t][e] + group[CHAINS - 1][r][t][e] : group[0][r][t][e];
+                    sum = fmaf(scales[r].of[e / 2], its, sum);
+                    if (MINS) sum = fmaf(scales[r].mins[e / 2], x_sums[t][e], sum);
+                }
             }
         }
     }
@@ -108,7 +113,7 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
     extern __shared__ __align__(16) unsigned char rings[];
     Shared& shared = *reinterpret_cast<Shared*>(rings + WARPS * RING);
     float4* const to_add = reinterpret_cast<float4*>(&shared + 1);
-    unsigned char* const slice = reinterpret_cast<unsigned char*>(to_add + (DEEP > 1 ? WARPS * TALL * 32 : 0));
+    unsigned char* const slice = reinterpret_cast<unsigned char*>(to_add + (DEEP > 1 ? WARPS * TALL * X_TILES * 32 : 0));
     const int m = static_cast<int>(m_), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int across = warp / DEEP, deep = warp % DEEP, rank = blockIdx.y;
     const int strips = static_cast<int>(n_) / 16, chunks = static_cast<int>(k_) / CHUNK;  // a strip is 16 rows of W
@@ -154,11 +159,12 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
 
     wait_for_previous();
     const u32 pitch = width * 2 + 16;  // eight rows that ldmatrix reads together are in different banks
-    const int sharing = m > 4 ? 2 : m > 2 ? 4 : m > 1 ? 8 : 16;  // warps that share a row
-    for (int row = warp / sharing; row < m; row += WARPS / sharing) {
+    const int bits = m > 8 ? 0 : m > 4 ? 1 : m > 2 ? 2 : m > 1 ? 3 : 4;  // shifts, because divisions delay x
+    const int sharing = 1 << bits, its_part = warp & (sharing - 1);       // warps that share a row
+    for (int row = warp >> bits; row < m; row += WARPS >> bits) {
         float squares = 0.f;
 #pragma unroll 8
-        for (int i = warp % sharing * 32 + lane; i < width / 8; i += sharing * 32) {
+        for (int i = its_part * 32 + lane; i < width / 8; i += sharing * 32) {
             Vec8 v = load8(x + row * x_stride + begin * CHUNK, i);
             if (NORM) {
                 float its[8], weights[8];
@@ -175,7 +181,7 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
         }
         if (NORM) {
             squares = lanes_sum<32>(squares);
-            if (lane == 0) shared.part_squares[row][warp % sharing] = squares;
+            if (lane == 0) shared.part_squares[row][its_part] = squares;
         }
     }
     __syncthreads();
@@ -189,43 +195,46 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
         if (SPLIT == 1) __syncthreads();  // else a barrier comes before they are read
     }
 
-    const u32 x_row = address_of(slice) + (first - begin) * CHUNK * 2 +
-                      min(lane % 8, m - 1) * pitch + lane / 8 * 16;
+    u32 x_rows[X_TILES];
+#pragma unroll
+    for (int t = 0; t < X_TILES; ++t)
+        x_rows[t] = address_of(slice) + (first - begin) * CHUNK * 2 + min(8 * t + lane % 8, m - 1) * pitch + lane / 8 * 16;
     int stage = 0;
     for (int tile = first_tile; tile < end_tile; ++tile) {
         Sums sums = {};
         for (int step = 0; step < steps; ++step) {
             copy_wait<STAGES - 2>();
             fetch();
-            multiply(sums, ring + stage * TALL * SLOT, x_row + step * CHUNK * 2);
+            multiply(sums, ring + stage * TALL * SLOT, x_rows, step * CHUNK * 2);
             if (++stage == STAGES) stage = 0;
         }
 
         if (DEEP > 1) {
             if (tile > first_tile) __syncthreads();  // all warps have read the sums of the tile before
 #pragma unroll
-            for (int r = 0; r < TALL; ++r) to_add[(warp * TALL + r) * 32 + lane] = sums.of[r];
+            for (int i = 0; i < TALL * X_TILES; ++i) to_add[(warp * TALL * X_TILES + i) * 32 + lane] = sums.of[i / X_TILES][i % X_TILES];
             __syncthreads();
         }
-        // Each of the warps that share rows finishes some of the strips.
-        auto for_my_strips = [&](auto&& work) {
+        // Each of the warps that share rows finishes some of the strips' tiles of x.
+        auto for_my_tiles = [&](auto&& work) {
 #pragma unroll
-            for (int r = 0; r < TALL; ++r) {
-                const int strip = strip_of(tile, r);
-                if (r % DEEP == deep && strip < strips) work(r, strip, static_cast<i64>(strip) * 128 + lane * 4);
+            for (int i = 0; i < TALL * X_TILES; ++i) {
+                const int strip = strip_of(tile, i / X_TILES);
+                const i64 at = (static_cast<i64>(strip) * X_TILES + i % X_TILES) * 128 + lane * 4;
+                if (i % DEEP == deep && strip < strips) work(i, strip, at);
             }
         };
-        auto sum_of = [&](int r) {
-            if (DEEP == 1) return sums.of[r];
-            float4 sum = to_add[(across * DEEP * TALL + r) * 32 + lane];
+        auto sum_of = [&](int i) {
+            if (DEEP == 1) return sums.of[i / X_TILES][i % X_TILES];
+            float4 sum = to_add[(across * DEEP * TALL * X_TILES + i) * 32 + lane];
 #pragma unroll
-            for (int d = 1; d < DEEP; ++d) add(sum, to_add[((across * DEEP + d) * TALL + r) * 32 + lane]);
+            for (int d = 1; d < DEEP; ++d) add(sum, to_add[((across * DEEP + d) * TALL * X_TILES + i) * 32 + lane]);
             return sum;
         };
-        auto finish = [&](int strip, float4 sum) {
+        auto finish = [&](int i, int strip, float4 sum) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int row = lane % 4 * 2 + e;
+                const int row = i % X_TILES * 8 + lane % 4 * 2 + e;
                 if (row >= m) break;
                 float near = e == 0 ? sum.x : sum.y, far = e == 0 ? sum.z : sum.w;
                 if (NORM) near *= shared.squares[row], far *= shared.squares[row];
@@ -239,11 +248,11 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
             }
         };
         if (SPLIT == 1) {
-            for_my_strips([&](int r, int strip, i64) { finish(strip, sum_of(r)); });
+            for_my_tiles([&](int i, int strip, i64) { finish(i, strip, sum_of(i)); });
             continue;
         }
-        const i64 slice_sums = static_cast<i64>(strips) * 128;  // floats
-        for_my_strips([&](int r, int, i64 at) { *reinterpret_cast<float4*>(partial + rank * slice_sums + at) = sum_of(r); });
+        const i64 slice_sums = static_cast<i64>(strips) * X_TILES * 128;  // floats
+        for_my_tiles([&](int i, int, i64 at) { *reinterpret_cast<float4*>(partial + rank * slice_sums + at) = sum_of(i); });
         __syncthreads();
         if (threadIdx.x == 0) shared.is_last = is_last_of(reinterpret_cast<u32*>(counters) + tile, SPLIT);
         __syncthreads();
@@ -256,11 +265,11 @@ packed_rows(const u16* __restrict__ x, const int* __restrict__ packed, const u16
             }
             __syncthreads();
         }
-        for_my_strips([&](int, int strip, i64 at) {
+        for_my_tiles([&](int i, int strip, i64 at) {
             float4 sum = load_of_blocks(partial + at);
 #pragma unroll
             for (int s = 1; s < SPLIT; ++s) add(sum, load_of_blocks(partial + s * slice_sums + at));
-            finish(strip, sum);
+            finish(i, strip, sum);
         });
     }
 }
