@@ -33,9 +33,11 @@ _HOP_S = 400e-6
 # A product reads weights and multiplies at the same time. This share of the shorter of the two is not hidden behind the longer.
 _NOT_HIDDEN = 0.3
 # Weights in codes (loadtests/results/packed_models.md): the part of a copy's time that reading them takes longer, and how much
-# longer products take while they convert codes: on cards with wgmma, and with mma.sync, which an H200 had before decision 070.
-# For more streams the weights are written out in 16 bits first.
-_CODES_READ, _CODES_ON_WGMMA, _CODES_ON_MMA_SYNC, _MOST_STREAMS_IN_CODES = 0.3, 2, 3, 128
+# longer products take while they convert codes: for few streams, and for more on cards with wgmma and with mma.sync, which an
+# H200 had before decision 070. Reading and multiplying are not hidden behind each other. For still more streams the weights are
+# written out in 16 bits first.
+_CODES_READ, _FEW_IN_CODES, _MORE_ON_WGMMA, _MORE_ON_MMA_SYNC = 0.3, 2, 1.25, 2.5
+_MOST_STREAMS_ON_WGMMA, _MOST_STREAMS_ON_MMA_SYNC = 512, 128
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
 _CPU_READ_SHARE = 0.36
 # The share of the card's attention rate that prompts of 8,192 tokens reach on an H200.
@@ -200,9 +202,12 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
     read, cached = float(layers + head), streams * _cached_bytes(config, dtype, length)
     # A weight of 2 bytes is 2 FLOPs at the bf16 rate. A weight in 8 bits takes half this time, one of 4 bytes twice this time.
     multiplied_s = streams * (body_parameters(config) * (1 if is_8_bits(dtype) else wide) + head_values * wide) / speed.gemm
-    if streams <= _MOST_STREAMS_IN_CODES:
+    not_hidden = _NOT_HIDDEN
+    if streams <= (_MOST_STREAMS_ON_WGMMA if speed.wgmma else _MOST_STREAMS_ON_MMA_SYNC):
         read += _CODES_READ * code_bytes
-        multiple = _CODES_ON_WGMMA if speed.wgmma else _CODES_ON_MMA_SYNC
+        more = _MORE_ON_WGMMA if speed.wgmma else _MORE_ON_MMA_SYNC
+        multiple = _FEW_IN_CODES if streams <= _FEW_STREAMS else more
+        not_hidden = 1 if values else _NOT_HIDDEN
         multiplied_s += (multiple - 1) * streams * values * wide / speed.gemm
     else:
         read += 2 * values * wide
@@ -210,7 +215,7 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
         return (read + cached) / (_CPU_READ_SHARE * speed.copy) + multiplied_s
     shorter, longer = sorted((read / speed.copy, multiplied_s))
     layer_s = _LAYER_OF_FEW_S if streams <= _FEW_STREAMS else _LAYER_S
-    return len(config.layers) * layer_s + cached / speed.copy + longer + _NOT_HIDDEN * shorter
+    return len(config.layers) * layer_s + cached / speed.copy + longer + not_hidden * shorter
 
 
 def prefill_tokens_per_s(config: ModelConfig, dtype: torch.dtype, node: Node, length: int) -> float:

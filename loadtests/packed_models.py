@@ -29,8 +29,8 @@ from engine.options import SamplingOptions
 from loadtests.report import write
 from serve_app.garbage import collect_seldom
 
-CONTEXT, TOKENS = 128, {1: 128, 64: 64}  # tokens of each prompt; tokens of each answer, by the number of streams
-TOKENS_OF_ROUNDED = {1: 128, 8: 128, 64: 64, 256: 64}
+# Tokens of each prompt; tokens of each answer, by the number of streams.
+CONTEXT, TOKENS = 128, {1: 128, 8: 128, 16: 128, 64: 64, 256: 64}
 CACHE_TOKENS = 80_000
 # The forms of all layers: bf16, float8 and int8 as the engine rounds them, and published forms.
 PUBLISHED = {"as Q4_1 and Q4_K": Form(32, beside="mins"), "as Q4_0": Form(32), "as most of GPTQ": Form(128),
@@ -86,7 +86,7 @@ def measure(model: str, name: str, form: Form | torch.dtype | str) -> dict[str, 
     engine.speculate = False
     row: dict[str, Any] = {"layers": f"{form}, {name}" if isinstance(form, Form) else name, "ready s": perf_counter() - start}
     streaming = Streaming(engine)
-    for count, tokens in (TOKENS if isinstance(form, Form) else TOKENS_OF_ROUNDED).items():
+    for count, tokens in TOKENS.items():
         steps = streaming.decode(count, CONTEXT, tokens, SamplingOptions(max_tokens=1, temperature=0.0))
         row[f"{count} streams, tokens/s"] = count / median(steps)
     row["8,192 tokens of a prompt, ms"] = 1000 * median(streaming.first_token(8192, 3))
