@@ -34,8 +34,8 @@ _HOP_S = 400e-6
 _NOT_HIDDEN = 0.3
 # Weights in codes (loadtests/results/packed_models.md): the part of a copy's time that reading them takes longer, and how much
 # longer products take while they convert codes: for few streams, and for more on cards with wgmma and with mma.sync, which an
-# H200 had before decision 070. Reading and multiplying are not hidden behind each other. For still more streams the weights are
-# written out in 16 bits first.
+# H200 had before decision 070. Reading and multiplying of codes are not hidden behind each other. For still more streams the
+# weights are written out in 16 bits first.
 _CODES_READ, _FEW_IN_CODES, _MORE_ON_WGMMA, _MORE_ON_MMA_SYNC = 0.3, 2, 1.25, 2.5
 _MOST_STREAMS_ON_WGMMA, _MOST_STREAMS_ON_MMA_SYNC = 512, 128
 # The share of the bandwidth that decode reaches on a CPU (loadtests/results/generate_cpu.md).
@@ -207,7 +207,7 @@ def _step_s(config: ModelConfig, dtype: torch.dtype, node: Node, streams: int, l
         read += _CODES_READ * code_bytes
         more = _MORE_ON_WGMMA if speed.wgmma else _MORE_ON_MMA_SYNC
         multiple = _FEW_IN_CODES if streams <= _FEW_STREAMS else more
-        not_hidden = 1 if values else _NOT_HIDDEN
+        not_hidden += (1 - _NOT_HIDDEN) * min(1, values / (body_parameters(config) + head_values))
         multiplied_s += (multiple - 1) * streams * values * wide / speed.gemm
     else:
         read += 2 * values * wide

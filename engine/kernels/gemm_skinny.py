@@ -1,6 +1,6 @@
 """x W^T for few rows on wgmma and TMA, fused with the operation that follows, for sm_90a.
 
-For up to 64 rows reading W takes most of the time. docs/decisions/063, 067, 070 and 075.
+For up to 64 rows reading W takes most of the time. docs/decisions/063, 067, 070, 075 and 083.
 """
 
 from collections.abc import Iterator

@@ -19,12 +19,12 @@ from engine.kernels import reference
 from engine.kernels.few_rows import few_rows, few_rows_shape_of
 from engine.kernels.gemm_hopper import FollowedBy
 from engine.kernels.gemm_skinny import gemm_skinny, skinny_shape_of
-from engine.kernels.launch import num_sms, runs_in, runs_on, shared_bytes_of
+from engine.kernels.launch import runs_in, runs_on
 from engine.kernels.linear import linear, linear_add, linear_swiglu
 from engine.kernels.norm import rms_norm
 from engine.kernels.nvfp4 import linear_nvfp4
 from engine.kernels.packed import LARGE, Packed
-from engine.kernels.packed_rows import MOST_ROWS, packed_rows, packed_shape, padded, unpack
+from engine.kernels.packed_rows import packed_rows, packed_shape_of, unpack
 from engine.kernels.packed_tiles import packed_tiles, tiled_shape_of
 from engine.kernels.reorder import reorder
 
@@ -113,9 +113,7 @@ def _normalized(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
 
 def _few(x: Tensor, weight: Packed, followed_by: FollowedBy, out: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Computes few rows: writes x W^T to `out`, or adds it to `out`. Returns `out`."""
-    if len(x) <= MOST_ROWS:
-        limits = num_sms(x.device), shared_bytes_of(x.device)
-        shape = packed_shape(len(weight), weight.k, padded(len(x)), weight.form, *limits)
+    if (shape := packed_shape_of(x, weight)) is not None:
         return packed_rows(x, weight, shape, followed_by, out, norm, eps)
     if (few := few_rows_shape_of(x, weight, norm is not None)) is not None:
         return few_rows(x, weight, few, followed_by, out, norm, eps)

@@ -79,8 +79,9 @@ def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: i
         most_bytes: the most bytes of shared memory for a block.
     """
     chunks, strips, record = k // form.chunk, n // STRIP, form.record_bytes
-    times = _OF_8 if rows <= 8 else _OF_16
-    for deep, tall, split in product((1, 2, 4, 8, 16), (1, 2), range(1, 65)):
+    times = _OF_8 if rows <= _TILE else _OF_16
+    talls = (1, 2) if rows <= _TILE else (1,)  # with more rows two strips have too few registers on sm_120
+    for deep, tall, split in product((1, 2, 4, 8, 16), talls, range(1, 65)):
         all_stages = (PackedShape(split, _WARPS // deep, deep, tall, stages) for stages in _STAGES)
         shape = next((each for each in all_stages if each.shared_bytes(k, rows, form) <= most_bytes), None)
         if shape is None or (split > 1 and split * deep > chunks):
@@ -98,9 +99,17 @@ def packed_shapes(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: i
 
 
 @lru_cache
-def packed_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int) -> PackedShape:
-    """Returns the fastest of the possible shapes."""
-    return min(packed_shapes(n, k, rows, form, sms, most_bytes), key=itemgetter(0))[1]
+def packed_shape(n: int, k: int, rows: int, form: Form, sms: int, most_bytes: int) -> PackedShape | None:
+    """Returns the fastest of the possible shapes; None if x is too wide for the shared memory."""
+    return min(packed_shapes(n, k, rows, form, sms, most_bytes), key=itemgetter(0), default=(0, None))[1]
+
+
+def packed_shape_of(x: Tensor, weight: Packed) -> PackedShape | None:
+    """Returns the shape for `packed_rows`; None if `packed_rows` does not take this number of rows or of columns."""
+    if len(x) > MOST_ROWS:
+        return None
+    limits = num_sms(x.device), shared_bytes_of(x.device)
+    return packed_shape(len(weight), weight.k, padded(len(x)), weight.form, *limits)
 
 
 def packed_rows(
@@ -116,7 +125,7 @@ def packed_rows(
 
     Args:
         x: [M, K] bf16 or fp16, M up to MOST_ROWS, rows any multiple of 8 apart.
-        shape: from `packed_shape`.
+        shape: from `packed_shape_of`.
         followed_by: as in `gemm_hopper`.
         out: the tensor that gets the result, or to which the result is added. None: a new tensor. Any row stride.
     """

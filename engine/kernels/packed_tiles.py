@@ -13,7 +13,7 @@ from engine.kernels.gemm_hopper import FOLLOWED_BY, FollowedBy
 from engine.kernels.launch import Kernel, half, num_sms, shared_bytes_of
 from engine.kernels.packed import Packed
 
-ROWS = (16, 32, 64, 128)  # numbers of rows of x for which kernels are compiled
+ROWS = (16, 32, 64, 128)  # the numbers of rows of x that a kernel may have
 _WARPS = 8
 _LEAST_STAGES, _MOST_STAGES = 3, 6
 _BYTES_BESIDE = 16  # bytes of shared memory beside the stages

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels import reference
-from engine.kernels.launch import Kernel, half, runs_on
+from engine.kernels.launch import Kernel, half, runs_on, shared_bytes_of
 
 _THREADS = 512
 
@@ -20,9 +20,9 @@ def reorder(x: Tensor, order: Tensor, norm: Tensor | None = None, eps: float = 0
         order: [C] int32.
     Returns: [T, C], dtype kept.
     """
-    if not runs_on(x):
-        return reference.reorder(x, order, norm, eps)
     num_rows, width = x.shape
+    if not runs_on(x) or reorder_shared_bytes(width, norm is not None) > shared_bytes_of(x.device):
+        return reference.reorder(x, order, norm, eps)
     out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     _kernel(width, norm is not None, x.dtype, x.device)(num_rows, x, norm, order, out, x.stride(0), np.float32(eps))
     return out

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -31,6 +32,7 @@ from engine.kernels.launch import half
 from engine.kernels.norm import norm_defines
 from engine.kernels.nvfp4 import FEATURES as FEATURES_OF_NVFP4
 from engine.kernels.nvfp4 import nvfp4_defines, nvfp4_shared_bytes
+from engine.kernels.packed import LARGE
 from engine.kernels.packed_rows import MOST_ROWS as MOST_ROWS_AT_ONCE
 from engine.kernels.packed_rows import packed_defines, packed_shape
 from engine.kernels.packed_tiles import tiled_defines, tiled_shape
@@ -306,8 +308,8 @@ def _products_on_hopper() -> Iterator[Variant]:
         yield from (_gemm_skinny(n, k, rows, of_e4m3, 2) for rows in (8, 64, 256))
         yield from (_gemm_skinny(n, k, rows, followed_by, 2, in_blocks=True) for rows in (8, 64, 256))
         yield from (_gemm_skinny(n, k, rows, followed_by, 3) for rows in (16, 64, 512))
-        for form in (Form(128), Form(64, beside="zeros")):
-            yield _few_rows(n, k, 16, norm, followed_by, form)
+        for form, rows in product((Form(128), Form(64, beside="zeros")), (24, 32) if n * k < LARGE else ()):
+            yield _few_rows(n, k, rows, norm, followed_by, form)
         yield from (_gemm_skinny(n, k, rows, followed_by, 4, form) for form in _FORMS for rows in (64, 128))
 
 
@@ -340,6 +342,7 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
     for form in _FORMS:
         for rows in (MOST_ROWS_AT_ONCE // 2, MOST_ROWS_AT_ONCE):
             shape = packed_shape(n, k, rows, form, _H200_SMS, most)
+            assert shape is not None, "it is a model's matrix"
             defines = packed_defines(form, shape, rows, norm, followed_by, torch.bfloat16)
             yield Variant("packed_rows", f"W {n} x {k}, {rows} rows, {form}", defines, shape.shared_bytes(k, rows, form))
         for rows in (64, 128):

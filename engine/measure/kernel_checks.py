@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -259,8 +259,8 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
 
 
 def cases_in_codes(make: Maker) -> Iterator[Case]:
-    """Products of up to 64 rows read the codes. For more rows W is written out, whole or in parts."""
-    for rows in (1, 16, 64, 300):
+    """Products of few rows read the codes, by several kernels. For 300 rows W is written out, whole or in parts."""
+    for rows in (1, 16, 24, 64, 200, 300):
         for name, ours, plain, operands, n, k in (
             ("linear_packed", kernels.linear_packed, reference.linear, _normed_operands, 4096, 1024),
             ("linear_packed_in_parts", kernels.linear_packed_in_parts, F.linear, _two_operands, 4096, 1024),
@@ -271,6 +271,8 @@ def cases_in_codes(make: Maker) -> Iterator[Case]:
             yield Case(name, f"{rows} x {k} x {n}", partial(_linear_packed, make, ours, plain, given))
         for form in _OTHER_FORMS if rows in (1, 64) else ():
             yield Case("linear_packed", f"{rows} x 1024 x 4096, {form}", partial(_linear_of_form, make, rows, 4096, 1024, form))
+    for rows in (1, 64, 300):
+        yield Case("linear_packed", f"{rows} x 1024 x 4096, in another order", partial(_linear_in_order, make, rows, 4096, 1024))
     for form in _OTHER_FORMS:
         yield Case("embed_packed", f"{_NUM_TOKENS} x 1024, {form}", partial(_embed_packed, make, 512, 1024, form))
 
@@ -459,6 +461,17 @@ def _linear_of_form(make: Maker, rows: int, n: int, k: int, form: Form) -> Resul
     x, values = make.normal(rows, k), unpacked(kept, torch.float32)
     low, exact = (reference.linear(each, values.to(each.dtype), None, 0.0) for each in (x, x.float()))
     return Results(kernels.linear_packed(x, kept), low, exact)
+
+
+def _linear_in_order(make: Maker, rows: int, n: int, k: int) -> Results:
+    """As `_linear_packed`, with records that have W's columns in reverse order."""
+    make.reset()
+    x, weight, norm, eps = _normed_operands(make, rows, n, k)
+    order = make.numbers(np.arange(k)[::-1])
+    kept = replace(packed(to_four_bits(weight)), order=order)
+    values = unpacked(kept, torch.float32)[:, order]
+    low, exact = (reference.linear(each, values.to(each.dtype), norm.to(each.dtype), eps) for each in (x, x.float()))
+    return Results(kernels.linear_packed(x, kept, norm, eps), low, exact)
 
 
 def _linear_nvfp4(make: Maker, rows: int, n: int, k: int) -> Results:

@@ -65,7 +65,9 @@ def matrix(n: int, k: int, form: Form) -> tuple[Packed, Tensor]:
 
 def shape_of(weight: Packed, m: int) -> PackedShape:
     limits = num_sms(DEVICE), shared_bytes_of(DEVICE)
-    return packed_shape(len(weight), weight.k, padded(m), weight.form, *limits)
+    shape = packed_shape(len(weight), weight.k, padded(m), weight.form, *limits)
+    assert shape is not None, "every model's matrices have one"
+    return shape
 
 
 def fits(shape: PackedShape, m: int, weight: Packed) -> bool:

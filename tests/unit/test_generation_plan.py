@@ -23,14 +23,15 @@ from cluster.needs import dtype_on, memory_kind
 from cluster.nodes import GIB, Card, Node
 from cluster.plan import Plan
 from cluster.serve_config import serve_config
+from engine.codes import Form
 from engine.hub import EMBEDDED_GENERATOR, resolve_model
 from engine.model.config import ModelConfig
 from engine.model.decoder import DecoderConfig
 from engine.model.folder import load_model_config
-from engine.model.footprint import MOST_STREAMS, footprint, language_head_bytes, word_bytes
-from engine.model.quantized.scheme import Awq, Fp8
+from engine.model.footprint import MOST_STREAMS, footprint, language_head_bytes, num_quantized, word_bytes
+from engine.model.quantized.scheme import Awq, Fp8, Gguf
 from engine.run.kv_cache import PAGE_SIZE, bytes_per_token, whole_pages
-from loadtests.predict import generated, in_codes, published
+from loadtests.predict import H200, generated, in_codes, published
 from loadtests.report import RESULTS
 
 hub = pytest.fixture(stub_hub)
@@ -62,6 +63,15 @@ def test_rates_of_weights_in_codes_are_near_the_measured_ones() -> None:
     assert len(rows) == 50
     for row in rows:
         assert 1 / 1.25 < row["planner's / measured"] < 1.25, row
+
+
+def test_a_head_in_codes_leaves_the_rate_near_that_of_bf16() -> None:
+    """Only the head's products take the time of codes. The layers of such a file are dequantised, for example from Q2_K."""
+    plain = CATALOGUE["Qwen/Qwen3-8B"]
+    kept = replace(plain, quantization=Gguf(("Q2_K",), num_quantized(plain), ((),) * plain.n_layers, head=Form(16, 6)))
+    for streams in (1, 16, 64, 256):
+        ratio = decode_tokens_per_s(kept, BF16, H200, streams, 160) / decode_tokens_per_s(plain, BF16, H200, streams, 160)
+        assert 0.94 < ratio < 1.06, streams
 
 
 def test_decode_on_a_cpu_is_near_the_measured_rate() -> None:

@@ -85,8 +85,8 @@ SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [99 << 10, 227 << 10])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("least", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (5120, 25600), (16384, 53248)])
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_every_matrix_has_a_shape(n: int, k: int, rows: int, least: int) -> None:
     """The shape fits into shared memory and is the fastest of the possible shapes."""
@@ -94,6 +94,7 @@ def test_every_matrix_has_a_shape(n: int, k: int, rows: int, least: int) -> None
         if not form.fits(n, k):
             continue
         shape = packed_shape(n, k, rows, form, 132, least)
+        assert shape is not None, "every model's matrices have one"
         assert shape.shared_bytes(k, rows, form) <= least
         times = {each: seconds for seconds, each in packed_shapes(n, k, rows, form, 132, least)}
         assert times[shape] == min(times.values())
