@@ -87,7 +87,7 @@ class PooledModel:
             dtype=spec.dtype,
             device="cluster",
             max_input_length=self.tokenizer.max_input_length,
-            max_batch_tokens=MOST_BATCH_TOKENS,  # an upper bound: each pool measures its own
+            max_batch_tokens=spec.max_batch_tokens or MOST_BATCH_TOKENS,  # an upper bound, because each replica measures its own
         )
         self._note_loaded()
 

@@ -25,7 +25,7 @@ from cluster.router import Report, Ticket
 from engine.errors import BackendError, DeadlineOutOfReach, DeadlinePassed, EngineStopped
 from engine.hub import EMBEDDED_MODEL
 from engine.loop import EngineLoop
-from engine.model.config import OutputName
+from engine.model.config import MOST_BATCH_TOKENS, OutputName
 from engine.model.folder import load_model_config
 from engine.options import EmbedOptions, TokenIds
 from engine.results import Embeddings
@@ -438,6 +438,14 @@ def pooled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PooledModel, 
 
 
 IDS = [np.arange(10, dtype=np.int32)]
+
+
+@pytest.mark.parametrize(("given", "shown"), [(512, 512), (None, MOST_BATCH_TOKENS)])
+def test_a_gateway_shows_the_largest_batch(given: int | None, shown: int) -> None:
+    spec = ModelSpec(name="m", model=EMBEDDED_MODEL, max_batch_tokens=given)
+    pools = (PoolRef(name="p", node_class="cpu", tokens_per_s=100),)
+    model = PooledModel(GatewayModel(spec=spec, pools=pools), "wait", find_folder(spec), facts_of(spec))
+    assert model.info.max_batch_tokens == shown
 
 
 def test_a_pool_is_told_the_priority_and_the_time_left(pooled: Any) -> None:
