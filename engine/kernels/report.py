@@ -33,7 +33,6 @@ from engine.kernels.norm import norm_defines
 from engine.kernels.nvfp4 import FEATURES as FEATURES_OF_NVFP4
 from engine.kernels.nvfp4 import nvfp4_defines, nvfp4_shared_bytes
 from engine.kernels.packed import LARGE
-from engine.kernels.packed_rows import MOST_ROWS as MOST_ROWS_AT_ONCE
 from engine.kernels.packed_rows import packed_defines, packed_shape
 from engine.kernels.packed_tiles import tiled_defines, tiled_shape
 from engine.kernels.pool import pool_defines
@@ -68,6 +67,7 @@ _FORMS = (
     Form(128), Form(64, beside="zeros"), Form(32, beside="zeros"), Form(32, beside="mins"), Form(16, is_float=True),
     Form(32, 5, "mins"), Form(16, 6), Form(32, 8), Form(128, 8, is_float=True),
 )  # fmt: skip
+_FORMS_OF_16_ROWS = Form(128), Form(32, beside="mins"), Form(16, is_float=True), Form(128, 8, is_float=True)
 _MOST_SHARED_BYTES_OF_A100 = 163 << 10  # no later data centre chip has less
 
 
@@ -144,11 +144,11 @@ def variants(capability: tuple[int, int]) -> Iterator[Variant]:
                 yield Variant("rope", f"{label}, store{_kv8(kv8)}", defines)
     for width in (1536, 3072, 9728, 12288):
         yield Variant("activation", f"I {width}", activation_defines(width, dtype))
-        for norm in (False, True):
-            defines, shared = reorder_defines(width, norm, dtype), reorder_shared_bytes(width, norm)
-            yield Variant("reorder", f"C {width}{', norm' * norm}", defines, shared)
     if capability == (9, 0):
         yield from _products_on_hopper()
+    for norm in (False, True):
+        defines, shared = reorder_defines(4096, norm, dtype), reorder_shared_bytes(4096, norm)
+        yield Variant("reorder", f"C 4096{', norm' * norm}", defines, shared)
     yield Variant("activation", "I 3072, interleaved", activation_defines(3072, dtype, interleaved=True))
     yield Variant("embed", "C 384, positions", embed_defines(384, True, dtype))
     yield Variant("embed", "C 1024", embed_defines(1024, False, dtype))
@@ -340,7 +340,7 @@ def _packed(capability: tuple[int, int]) -> Iterator[Variant]:
     n, k = 24576, 4096
     followed_by, norm = _PRODUCTS[n, k]
     for form in _FORMS:
-        for rows in (MOST_ROWS_AT_ONCE // 2, MOST_ROWS_AT_ONCE):
+        for rows in (8, 16) if form in _FORMS_OF_16_ROWS else (8,):
             shape = packed_shape(n, k, rows, form, _H200_SMS, most)
             assert shape is not None, "it is a model's matrix"
             defines = packed_defines(form, shape, rows, norm, followed_by, torch.bfloat16)
