@@ -85,9 +85,9 @@ SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("least", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("least", [99 << 10, 227 << 10])
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, (5120, 25600), (16384, 53248)])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, 16])
 def test_every_matrix_has_a_shape(n: int, k: int, rows: int, least: int) -> None:
     """The shape fits into shared memory and is the fastest of the possible shapes."""
     for form in (Form(64, beside="zeros"), Form(32), Form(16, 6), Form(128, 8)):
