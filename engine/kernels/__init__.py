@@ -9,7 +9,7 @@ from engine.kernels.attention import attention
 from engine.kernels.attention_decode import attention_decode
 from engine.kernels.embed import embed, embed_packed
 from engine.kernels.linear import interleaved, linear, linear_add, linear_swiglu
-from engine.kernels.linear8 import linear8, linear8_add, linear8_swiglu
+from engine.kernels.linear8 import linear8, linear8_add, linear8_gelu, linear8_gelu_in_e4m3, linear8_swiglu
 from engine.kernels.linear_packed import linear_packed, linear_packed_add, linear_packed_in_parts, linear_packed_swiglu
 from engine.kernels.norm import layer_norm, rms_norm
 from engine.kernels.packed import Packed
@@ -23,7 +23,8 @@ Weight = MaybeQuantized | Packed  # of a layer
 
 __all__ = [
     "MaybeQuantized", "Packed", "Quantized", "Weight", "attention", "attention_decode", "choices_of", "embed", "embed_packed",
-    "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8", "linear8_add", "linear8_swiglu", "linear_add",
-    "linear_packed", "linear_packed_add", "linear_packed_in_parts", "linear_packed_swiglu", "linear_swiglu", "norm_rope",
-    "paged_attention", "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope", "rope_store", "sample", "swiglu",
+    "geglu", "gelu", "interleaved", "layer_norm", "linear", "linear8", "linear8_add", "linear8_gelu", "linear8_gelu_in_e4m3",
+    "linear8_swiglu", "linear_add", "linear_packed", "linear_packed_add", "linear_packed_in_parts", "linear_packed_swiglu",
+    "linear_swiglu", "norm_rope", "paged_attention", "pool_finish", "pool_mean", "quantize_weight", "rms_norm", "rope",
+    "rope_store", "sample", "swiglu",
 ]  # fmt: skip

@@ -10,8 +10,8 @@ from engine.kernels.attention_hopper import FEATURES
 from engine.kernels.launch import Kernel, is_hopper, num_sms
 from engine.kernels.tensor_map import WIDTH, map_of_sums, tensor_map
 
-FollowedBy = Literal["nothing", "residual", "swiglu", "swiglu in e4m3"]
-FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, "swiglu in e4m3": 2}
+FollowedBy = Literal["nothing", "residual", "swiglu", "swiglu in e4m3", "gelu", "gelu in e4m3"]
+FOLLOWED_BY: dict[FollowedBy, int] = {"nothing": 0, "residual": 1, "swiglu": 2, "swiglu in e4m3": 2, "gelu": 3, "gelu in e4m3": 3}
 OPERANDS = {torch.bfloat16: 0, torch.float16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
 _BLOCK_M, _CLUSTER = 128, 2  # as in csrc/gemm_hopper.cu
 _SHARED_BYTES = 227 << 10  # the most of a block
@@ -47,18 +47,21 @@ def gemm_hopper(
     block_n: int | None = None,
     y_scale: Tensor | None = None,
     block_scale: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Returns x W^T in 16 bits, or SwiGLU's results in e4m3.
+    """Returns x W^T in 16 bits, or the results of SwiGLU or GeLU in e4m3.
 
     Args:
         x: [M, K]; weight: [N, K], of the same dtype: bf16, fp16, e4m3 or int8. Rows begin at multiples of 16 bytes. 8 divides N.
         followed_by: "residual" adds the result to `residual` [M, N] in place; in 8 bits it is rounded to bf16 before. "swiglu"
             takes a weight in which eight rows of gate alternate with eight rows of up, and gives silu(gate) * up, [M, N / 2].
-            "swiglu in e4m3" is the same for operands in e4m3 whose results fit into e4m3; 32 divides N.
+            "swiglu in e4m3" is the same for operands in e4m3 whose results fit into e4m3; 32 divides N. "gelu" is for operands in
+            8 bits; its absolute error is 0.0003 + |x W^T + bias| / 4,096 at most. 16 divides the N of "gelu in e4m3".
         row_scale, column_scale: [M] and [N] fp32, the scales of x and weight in 8 bits.
         block_n: the columns of a tile, from `block_n_of`. None: the widest, or the fastest for `block_scale`.
-        y_scale: [M] fp32, becomes 1. "swiglu in e4m3" needs it.
+        y_scale: [M] fp32, becomes 1. Results in e4m3 need it.
         block_scale: [K / 128, N / 8] fp32, for e4m3, instead of `column_scale`. Then 128 divides K, and 32 divides N.
+        bias: [N] bf16, added to x W^T. Only for operands in 8 bits, with "nothing" or GeLU.
     Returns: [M, N] or [M, N / 2] in x's dtype, or in bf16 if x has 8 bits, or in e4m3; `residual` itself if given.
     """
     (m, k), n = x.shape, len(weight)
@@ -66,19 +69,19 @@ def gemm_hopper(
     in_blocks = block_scale is not None
     if block_n is None:
         block_n = best_scaled_block_n(m, n, k, num_sms(x.device)) if in_blocks else WIDEST
-    kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, in_blocks, x.device)
+    kernel = _kernel(OPERANDS[x.dtype], followed_by, block_n, in_blocks, x.device, bias is not None)
     grid = _CLUSTER * min(_tiles(m, n, block_n), num_sms(x.device) // _CLUSTER)
     x_map, w_map = tensor_map(x, (_BLOCK_M,)), tensor_map(weight, (block_n // _CLUSTER,))
     in_slices = _goes_through_shared(OPERANDS[x.dtype], followed_by)
     results = map_of_sums(y, (_SLICE_ROWS, _slice_columns(followed_by, block_n))) if in_slices else y
-    kernel(grid, x_map, w_map, results, row_scale, column_scale, block_scale, y_scale, m, n, k, y.stride(0))
+    kernel(grid, x_map, w_map, results, row_scale, column_scale, block_scale, bias, y_scale, m, n, k, y.stride(0))
     return y
 
 
 def result_of(x: Tensor, n: int, followed_by: FollowedBy) -> Tensor:
     """Returns the tensor for the result of x and a weight with `n` rows, for this kernel and `gemm_skinny`."""
     width = n // 2 if followed_by.startswith("swiglu") else n
-    if followed_by == "swiglu in e4m3":
+    if followed_by.endswith("in e4m3"):
         assert x.dtype == torch.float8_e4m3fn, "the kernel's results are in e4m3 only for operands in e4m3"
         assert width % 16 == 0, "the kernel writes 16 results at a time"
         return torch.empty(len(x), width, dtype=x.dtype, device=x.device)
@@ -125,11 +128,14 @@ def best_scaled_block_n(m: int, n: int, k: int, sms: int) -> int:
     return min(SCALED_BLOCKS_N, key=waves_ns)
 
 
-def gemm_hopper_defines(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> dict[str, int]:
+def gemm_hopper_defines(
+    operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False, bias: bool = False
+) -> dict[str, int]:
     return {
         "OPERANDS": operands,
         "FOLLOWED_BY": FOLLOWED_BY[followed_by],
-        "E4M3": int(followed_by == "swiglu in e4m3"),
+        "BIAS": int(bias),
+        "E4M3": int(followed_by.endswith("in e4m3")),
         "THROUGH_SHARED": int(_goes_through_shared(operands, followed_by)),
         "BLOCK_N": block_n,
         "STAGES": _stages(operands, followed_by, block_n, in_blocks),
@@ -144,7 +150,7 @@ def gemm_hopper_shared_bytes(operands: int, followed_by: FollowedBy, block_n: in
 
 
 def _goes_through_shared(operands: int, followed_by: FollowedBy) -> bool:
-    return operands >= 2 and followed_by != "swiglu in e4m3"
+    return operands >= 2 and not followed_by.endswith("in e4m3")
 
 
 def _slice_columns(followed_by: FollowedBy, block_n: int) -> int:
@@ -183,6 +189,9 @@ def _tiles(m: int, n: int, block_n: int) -> int:
 
 
 @cache
-def _kernel(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool, device: torch.device) -> Kernel:
+def _kernel(
+    operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool, device: torch.device, bias: bool = False
+) -> Kernel:
     kind = operands, followed_by, block_n, in_blocks
-    return Kernel("gemm_hopper", "gemm", gemm_hopper_defines(*kind), device, _THREADS, gemm_hopper_shared_bytes(*kind), FEATURES)
+    defines, shared_bytes = gemm_hopper_defines(*kind, bias), gemm_hopper_shared_bytes(*kind)
+    return Kernel("gemm_hopper", "gemm", defines, device, _THREADS, shared_bytes, FEATURES)

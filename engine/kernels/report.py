@@ -293,6 +293,9 @@ def _attention_decode(
 
 def _products_on_hopper() -> Iterator[Variant]:
     for followed_by in FOLLOWED_BY:
+        if followed_by.startswith("gelu"):
+            yield _gemm_hopper(2 if followed_by == "gelu in e4m3" else 3, followed_by, WIDEST, bias=True)
+            continue
         if followed_by == "swiglu in e4m3":
             yield _gemm_hopper(2, followed_by, WIDEST)
             continue
@@ -313,10 +316,10 @@ def _products_on_hopper() -> Iterator[Variant]:
         yield from (_gemm_skinny(n, k, rows, followed_by, 4, form) for form in _FORMS for rows in (64, 128))
 
 
-def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False) -> Variant:
-    label = f"followed by {followed_by}, tiles of {block_n} columns{', scales of blocks' * in_blocks}"
+def _gemm_hopper(operands: int, followed_by: FollowedBy, block_n: int, in_blocks: bool = False, bias: bool = False) -> Variant:
+    label = f"followed by {followed_by}, tiles of {block_n} columns{', scales of blocks' * in_blocks}{', bias' * bias}"
     kind = operands, followed_by, block_n, in_blocks
-    return Variant("gemm_hopper", label, gemm_hopper_defines(*kind), gemm_hopper_shared_bytes(*kind), FEATURES)
+    return Variant("gemm_hopper", label, gemm_hopper_defines(*kind, bias), gemm_hopper_shared_bytes(*kind), FEATURES)
 
 
 def _quantize(

@@ -248,6 +248,10 @@ def cases_in_8_bits(make: Maker, dtype: torch.dtype) -> Iterator[Case]:
         yield Case("linear8", f"{name} {rows} x 3072 x 1024", partial(_linear8, make, dtype, rows, 1024, 3072))
         yield Case("linear8_add", f"{name} {rows} x 3072 x 1024", partial(_linear8_add, make, dtype, rows, 1024, 3072))
         yield Case("linear8_swiglu", f"{name} {rows} x 1024 x 6144", partial(_linear8_swiglu, make, dtype, rows, 3072, 1024))
+        yield Case("linear8_gelu", f"{name} {rows} x 768 x 3072", partial(_linear8_gelu, make, dtype, rows, 3072, 768))
+        if dtype == torch.float8_e4m3fn:
+            what = f"{name} {rows} x 768 x 3072"
+            yield Case("linear8_gelu_in_e4m3", what, partial(_linear8_gelu, make, dtype, rows, 3072, 768, in_e4m3=True))
     for rows in (1, 16):
         what = f"{name} {rows} x 1024 x 4096, x in 16 bits"
         yield Case("linear8", what, partial(_linear8_of_16_bits, make, dtype, rows, 4096, 1024))
@@ -442,6 +446,19 @@ def _linear8_swiglu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int) 
     found = kernels.linear8_swiglu(x, weight, fits=dtype == torch.float8_e4m3fn)
     assert isinstance(found, Quantized), "the result is quantised, like x"
     return Results(_wide(found), exact + allowed, exact)
+
+
+def _linear8_gelu(make: Maker, dtype: torch.dtype, rows: int, n: int, k: int, in_e4m3: bool = False) -> Results:
+    """As `_linear8`. Results in e4m3 are rounded by a 32nd at most, if they are not among the smallest."""
+    x, weight = _operands_in_8_bits(make, dtype, rows, n, k)
+    bias = make.normal(n)
+    exact = F.gelu(F.linear(_wide(x), _wide(weight)) + bias.float())
+    allowed = _allowed(exact, dtype, k)
+    if not in_e4m3:
+        return Results(kernels.linear8_gelu(x, weight, bias), exact + allowed, exact)
+    found = kernels.linear8_gelu_in_e4m3(x, weight, bias)
+    values = _wide(found) if isinstance(found, Quantized) else found.float()
+    return Results(values, exact + allowed + float(exact.abs().max()) / 32, exact)
 
 
 def _linear_packed(make: Maker, ours: Callable[..., Any], plain: Callable[..., Any], operands: Callable[[Maker], Any]) -> Results:

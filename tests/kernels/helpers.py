@@ -120,13 +120,19 @@ class InEightBits:
     column_scale: Tensor
     residual: Tensor | None  # [M, N] bf16
     exact: Tensor
+    bias: Tensor | None = None  # [N] bf16
 
     @classmethod
-    def random(cls, m: int, n: int, k: int, followed_by: FollowedBy, dtype: torch.dtype) -> "InEightBits":
+    def random(cls, m: int, n: int, k: int, followed_by: FollowedBy, dtype: torch.dtype, biased: bool = False) -> "InEightBits":
         torch.manual_seed(m + n + k)
         x, row_scale = _rounded(torch.randn(m, k, device=DEVICE), dtype)
         w, column_scale = _rounded(torch.randn(n, k, device=DEVICE) / k**0.5, dtype)
         exact = F.linear(x.double(), w.double()) * row_scale.double()[:, None] * column_scale.double()
+        bias = torch.randn(n, device=DEVICE).bfloat16() if biased else None
+        if bias is not None:
+            exact = exact + bias.double()
+        if followed_by.startswith("gelu"):
+            exact = F.gelu(exact)
         residual = torch.randn(m, n, device=DEVICE).bfloat16() if followed_by == "residual" else None
         if residual is not None:
             exact = exact + residual.double()
@@ -137,7 +143,7 @@ class InEightBits:
                 factor = 448 / float(exact.abs().max())
                 exact, column_scale[n // 2 :] = factor * exact, factor * column_scale[n // 2 :]
             w, column_scale = interleaved(w.view(torch.uint8)).view(dtype), interleaved(column_scale[:, None]).flatten()
-        return cls(x, row_scale, w, column_scale, residual, exact)
+        return cls(x, row_scale, w, column_scale, residual, exact, bias)
 
     def check(self, y: Tensor) -> None:
         """The sums of int8 are exact. For e4m3, Hopper keeps about 14 bits of each partial sum.

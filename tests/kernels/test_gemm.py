@@ -83,6 +83,32 @@ def test_swiglu_in_e4m3(m: int, n: int, k: int) -> None:
     assert (y_scale == 1).all()
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("followed_by", ["nothing", "gelu", "gelu in e4m3"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 256, 128), (130, 272, 144), (1000, 1024, 1024), (777, 400, 1536)])
+def test_bias_and_gelu(m: int, n: int, k: int, dtype: torch.dtype, followed_by: FollowedBy, biased: bool) -> None:
+    if followed_by == "gelu in e4m3" and dtype == torch.int8:
+        pytest.skip("operands in int8 have no results in e4m3")
+    given = InEightBits.random(m, n, k, followed_by, dtype, biased)
+    scales, y_scale = (given.row_scale, given.column_scale), torch.zeros(m, device=DEVICE)
+    with poisoned():
+        y = gemm_hopper(given.x, given.w, followed_by, None, *scales, y_scale=y_scale, bias=given.bias)
+    given.check(y)
+    assert followed_by != "gelu in e4m3" or (y.dtype == torch.float8_e4m3fn and (y_scale == 1).all())
+
+
+def test_gelu_is_near_the_exact_one() -> None:
+    """The docstring's bound, and half a step of bf16."""
+    x = torch.ones(1, 128, dtype=torch.int8, device=DEVICE)
+    w = torch.zeros(4096, 128, dtype=torch.int8, device=DEVICE)
+    bias = torch.linspace(-9, 9, 4096, device=DEVICE).bfloat16()
+    ones = torch.ones(1, device=DEVICE), torch.ones(4096, device=DEVICE)
+    y = gemm_hopper(x, w, "gelu", None, *ones, bias=bias)[0].double()
+    exact = F.gelu(bias.double())
+    assert ((y - exact).abs() <= 0.0003 + bias.double().abs() / 4096 + exact.abs() / 256).all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_nan_in_e4m3(bad: float) -> None:
     given = InEightBits.random(300, 256, 128, "swiglu in e4m3", torch.float8_e4m3fn)

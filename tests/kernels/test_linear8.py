@@ -96,6 +96,39 @@ def test_linear_swiglu(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     assert ((wide(found) - exact).abs() <= most * (2 / 127 if dtype == torch.int8 else 1 / 16)).all()
 
 
+@in_8_bits
+@row_counts
+@pytest.mark.parametrize(("n", "k"), [(2304, 768), (240, 512)])
+def test_bias(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, w = operands(m, n, k, dtype)
+    weight, bias = quantize_weight(w, dtype), torch.randn(n, device=DEVICE).bfloat16()
+    exact = wide(quantize(x, dtype)) @ wide(weight).t() + bias.double()
+    with poisoned():
+        found = kernels.linear8(x, weight, bias=bias)
+    assert_close(found, exact, k, dtype)
+
+
+@in_8_bits
+@row_counts
+@pytest.mark.parametrize(("n", "k"), [(3072, 768), (240, 512)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_gelu(m: int, n: int, k: int, dtype: torch.dtype, biased: bool) -> None:
+    """Small products in e4m3 have a scale for each row, or none and 16 bits. A 16th is e4m3's largest rounding."""
+    x, w = operands(m, n, k, dtype)
+    weight, bias = quantize_weight(w, dtype), torch.randn(n, device=DEVICE).bfloat16() if biased else None
+    exact = F.gelu(wide(quantize(x, dtype)) @ wide(weight).t() + (0 if bias is None else bias.double()))
+    with poisoned():
+        found = kernels.linear8_gelu(x, weight, bias)
+    assert_close(found, exact, k, dtype)
+    if dtype != torch.float8_e4m3fn:
+        return
+    with poisoned():
+        in_e4m3 = kernels.linear8_gelu_in_e4m3(x, weight, bias)
+    assert isinstance(in_e4m3, Quantized) == (HOPPER and m > 256)
+    values = wide(in_e4m3) if isinstance(in_e4m3, Quantized) else in_e4m3.double()
+    assert ((values - exact).abs() <= exact.abs() / 16 + exact.abs().max() / 128).all()
+
+
 @pytest.mark.skipif(torch.float8_e4m3fn not in EIGHT_BITS, reason="this GPU has no e4m3")
 @row_counts
 @pytest.mark.parametrize(("n", "k"), [(1024, 1024), (512, 9728), (240, 512)])

@@ -1,11 +1,11 @@
-"""Matrices scaled for e4m3: all results of attention and of SwiGLU are in its range. They differ by powers of two from before."""
+"""Results that fit into e4m3: those of attention and SwiGLU after divisions by powers of two, and GeLU's as they are."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from engine.kernels import Quantized, interleaved, quantize_weight
-from engine.model.layers.e4m3_values import E4M3, scale_products, scale_values
+from engine.model.layers.e4m3_values import E4M3, fits_after_gelu, scale_products, scale_values
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm, RMSNorm
 
@@ -74,6 +74,22 @@ def test_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
     if kept is not None:
         assert isinstance(qkv.weight, Quantized)
         assert torch.equal(qkv.weight.scale, kept)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("share", "fits"), [(0.99, True), (1.01, False)])
+def test_whether_the_largest_result_of_gelu_fits(share: float, fits: bool, biased: bool) -> None:
+    torch.manual_seed(0)
+    its_norm = LayerNorm(1 + torch.randn(WIDTH) / 2, torch.randn(WIDTH), 1e-6)
+    weight = quantize_weight(torch.randn(96, WIDTH).bfloat16(), E4M3)
+    rows = weight.values.float() * weight.scale[:, None]
+    bias = torch.randn(96) if biased else torch.zeros(96)
+    # For LayerNorm's longest vector along each row.
+    most = (rows * its_norm.weight).norm(dim=1) * WIDTH**0.5 + (rows @ its_norm.shift + bias).abs()
+    factor = share * 448 / most.max()
+    up = Linear.of(Quantized(weight.values, weight.scale * factor), bias * factor if biased else None, gelu=True)
+    assert fits_after_gelu(up, its_norm) == fits
+    assert not fits_after_gelu(Linear.of(rows * 1e-6, bias, gelu=True), its_norm), "it is not in e4m3"
 
 
 def gate_and_up() -> torch.Tensor:

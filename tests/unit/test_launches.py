@@ -255,6 +255,7 @@ def test_every_launcher_fits_its_source(fake_kernels: set[tuple[str, str]]) -> N
     for kind in (E4M3, torch.int8):
         scales = {"row_scale": scale, "column_scale": torch.ones(4096)}
         gemm_hopper(x.to(kind), w.to(kind), "nothing", **scales)  # type: ignore[arg-type]
+        gemm_hopper(x.to(kind), w.to(kind), "gelu", bias=torch.ones(4096, dtype=BF16), **scales)  # type: ignore[arg-type]
         gemm_skinny(x.to(kind), w.to(kind), replace(skinny, values=1), "nothing", **scales)  # type: ignore[arg-type]
     for product in (gemm_hopper, partial(gemm_skinny, shape=replace(skinny, values=1))):
         product(

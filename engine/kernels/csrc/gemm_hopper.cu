@@ -6,8 +6,10 @@
 //   scale. The sums of 128 columns are multiplied by it and added up in fp32.
 //   BLOCK_N: columns of a tile: 128, 160, 192, 224 or 256. STAGES: steps in flight.
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
-//   alternate with eight rows of up in W, so that one thread holds both values of a result.
-//   E4M3: with FOLLOWED_BY 2, y is in e4m3, and y_scale float [M] becomes 1 for each row.
+//   alternate with eight rows of up in W, so that one thread holds both values of a result.  3: y [M, N], gelu(x W^T), for operands
+//   in 8 bits.
+//   BIAS: 1 if bias [N] in bf16 is added to x W^T, for operands in 8 bits and FOLLOWED_BY 0 or 3.
+//   E4M3: with FOLLOWED_BY 2 or 3, y is in e4m3, and y_scale float [M] becomes 1 for each row.
 //   THROUGH_SHARED: results in 16 bits of operands in 8 bits go through shared memory, in slices of 64 or 32 columns. TMA stores them,
 //   or adds them to y, while the next slice or the next tile is computed.
 //
@@ -38,6 +40,8 @@ constexpr int SLICE = BLOCK_N / GATED % 64 == 0 ? 64 : 32, SLICES = 2;
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
 constexpr int RELEASING = BLOCKS ? 32 : 128;  // threads that release a stage together: a warp reads scales when its sums are done
 static_assert(!THROUGH_SHARED || BLOCK_N % (GATED * SLICE) == 0, "a tile has whole slices");
+static_assert(OPERANDS >= 2 || (!BIAS && FOLLOWED_BY != 3), "only results of 8 bits have a bias or GeLU");
+static_assert(!BIAS || FOLLOWED_BY == 0 || FOLLOWED_BY == 3, "SwiGLU and sums have no bias");
 static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N <= 192), "more columns need too many registers");
 #if THROUGH_SHARED
 typedef TensorMap Results;  // of y, 64 rows and SLICE columns a box
@@ -118,11 +122,29 @@ __device__ __forceinline__ float silu_tanh(float x) {
     return fmaf(half, tanh, half);
 }
 
+// gelu(x), with an absolute error of 0.0003 + |x| / 4096 at most. The tanh form has an error of 0.0005; these two constants were
+// fitted to the exact form, with erf.
+__device__ __forceinline__ float gelu_fitted(float x) {
+    const float half = 0.5f * x;
+    float tanh;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(x * fmaf(x * x, 0.0347017f, 0.8001544f)));
+    return fmaf(half, tanh, half);
+}
+
+// The results of two neighbouring columns of a row. At `at` in the bias are the two columns of this lane.
+__device__ __forceinline__ float2 finished(float2 x, const u16* __restrict__ bias, int at) {
+    if (BIAS) {
+        const u32 pair = *reinterpret_cast<const u32*>(bias + at);
+        x = {x.x + low(pair), x.y + high(pair)};
+    }
+    return FOLLOWED_BY == 3 ? float2{gelu_fitted(x.x), gelu_fitted(x.y)} : x;
+}
+
 // Writes the results of this thread to y in e4m3. It holds sums as in `write`.
 __device__ __forceinline__ void write_e4m3(Sum (&sums)[ACCUMULATORS], unsigned char* __restrict__ y, const float* __restrict__ row_scale,
-                                           const float* __restrict__ column_scale, float* __restrict__ y_scale, int row, int column,
-                                           int m, int n, i64 y_stride) {
-    constexpr int WIDE = BLOCK_N / 32;  // chunks of 16 results, each 16 bytes
+                                           const float* __restrict__ column_scale, const u16* __restrict__ bias,
+                                           float* __restrict__ y_scale, int row, int column, int m, int n, i64 y_stride) {
+    constexpr int WIDE = BLOCK_N / GATED / 16;  // chunks of 16 results, each 16 bytes
     static_assert(!E4M3 || WIDE % 4 == 0, "four neighbouring lanes exchange four chunks");
     const int lane = threadIdx.x % 32;
     const float scales[2] = {row_scale[min(row, m - 1)], row_scale[min(row + 8, m - 1)]};
@@ -131,27 +153,32 @@ __device__ __forceinline__ void write_e4m3(Sum (&sums)[ACCUMULATORS], unsigned c
         u32 words[2][4] = {};  // of two rows: of each chunk columns lane % 4 * 2 and the next, then those eight columns later
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int eight = 4 * first + 2 * i;  // of gate; the next eight columns are of up
-            const float2 of_gate = reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 16))[lane % 4];
-            const float2 of_up = reinterpret_cast<const float2*>(column_scale + min(column + 8 * eight, n - 16) + 8)[lane % 4];
+            const int eight = GATED * (2 * first + i);  // with SwiGLU of gate; the next eight columns are of up
+            const int its = min(column + 8 * eight, n - 8 * GATED);
+            const float2 scale = reinterpret_cast<const float2*>(column_scale + its)[lane % 4];
+            float2 of_up;
+            if (GATED == 2) of_up = reinterpret_cast<const float2*>(column_scale + its + 8)[lane % 4];
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                auto gated = [&](int at, float gate, float up) {
-                    const float a = static_cast<float>(sums[4 * eight + 2 * h + at]), b = static_cast<float>(sums[4 * eight + 4 + 2 * h + at]);
-                    return silu_tanh(a * (scales[h] * gate)) * (b * (scales[h] * up));
-                };
-                const u32 pair = pack_e4m3(gated(0, of_gate.x, of_up.x), gated(1, of_gate.y, of_up.y));
-                words[h][i / 2] |= pair << i % 2 * 16;
+                auto sum = [&](int at) { return static_cast<float>(sums[4 * eight + 2 * h + at]); };
+                float2 x = {sum(0) * (scales[h] * scale.x), sum(1) * (scales[h] * scale.y)};
+                if (GATED == 2) {
+                    const float2 up = {sum(4) * (scales[h] * of_up.x), sum(5) * (scales[h] * of_up.y)};
+                    x = {silu_tanh(x.x) * up.x, silu_tanh(x.y) * up.y};
+                } else {
+                    x = finished(x, bias, its + lane % 4 * 2);
+                }
+                words[h][i / 2] |= pack_e4m3(x.x, x.y) << i % 2 * 16;
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int r = row + h * 8, chunk = first + lane % 4;
+            const int r = row + h * 8, to = column / GATED + 16 * (first + lane % 4);
             transpose(words[h], lane);
             Vec8 out;
 #pragma unroll
             for (int i = 0; i < 4; ++i) out.word[i] = __byte_perm(words[h][i % 2 * 2], words[h][i % 2 * 2 + 1], i < 2 ? 0x5410 : 0x7632);
-            if (r < m && column / 2 + 16 * chunk < n / 2) *reinterpret_cast<Vec8*>(y + r * y_stride + column / 2 + 16 * chunk) = out;
+            if (r < m && to < n / GATED) *reinterpret_cast<Vec8*>(y + r * y_stride + to) = out;
             if (r < m && column == 0 && first == 0 && lane % 4 == 0) y_scale[r] = 1.f;
         }
     }
@@ -220,7 +247,8 @@ __device__ __forceinline__ void store_box(const TensorMap& y, u32 shared, int co
 
 // Writes the results of a warpgroup, 64 rows from `row` on, through its SLICES slices of shared memory.
 __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const TensorMap& y, u32 slices, const float* __restrict__ row_scale,
-                                             const float* __restrict__ column_scale, int row, int column, int m, int n) {
+                                             const float* __restrict__ column_scale, const u16* __restrict__ bias, int row, int column, int m,
+                                             int n) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const int mine = row + thread / 32 * 16 + lane / 4;  // and eight rows later
     const float scales[2] = {row_scale[min(mine, m - 1)], row_scale[min(mine + 8, m - 1)]};
@@ -253,6 +281,7 @@ __device__ __forceinline__ void write_slices(Sum (&sums)[ACCUMULATORS], const Te
                 for (int h = 0; h < 2; ++h) {
                     float2 x = {sum(eight, h, 0, scale.x), sum(eight, h, 1, scale.y)};
                     if (GATED == 2) x = {silu_tanh(x.x) * sum(eight + 1, h, 0, up.x), silu_tanh(x.y) * sum(eight + 1, h, 1, up.y)};
+                    else x = finished(x, bias, min(column + 8 * eight, n - 8) + lane % 4 * 2);
                     words[j][h] = pack(x.x, x.y);
                 }
             }
@@ -275,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __cluster_dims__(CLUSTER, 1, 1)
 gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const __grid_constant__ Results y,
      const float* __restrict__ row_scale, const float* __restrict__ column_scale, const float* __restrict__ block_scale,
-     float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_, i64 y_stride) {
+     const u16* __restrict__ bias, float* __restrict__ y_scale, i64 m_, i64 n_, i64 k_, i64 y_stride) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const int m = static_cast<int>(m_), n = static_cast<int>(n_), steps = (static_cast<int>(k_) + STEP_K - 1) / STEP_K;
     const u32 x_tiles = address(shared), w_tiles = x_tiles + STAGES * X_BYTES;
@@ -387,9 +416,9 @@ gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, c
             const int first_row = at.x + rank * BLOCK_M + group * 64, row = first_row + thread / 32 * 16 + thread % 32 / 4;
 #if THROUGH_SHARED
             const u32 slices = x_tiles + RING_BYTES + group * SLICES * SLICE_BYTES;
-            write_slices(sums, y, slices, row_scale, column_scale, first_row, at.y, m, n);
+            write_slices(sums, y, slices, row_scale, column_scale, bias, first_row, at.y, m, n);
 #elif E4M3
-            write_e4m3(sums, y, row_scale, column_scale, y_scale, row, at.y, m, n, y_stride);
+            write_e4m3(sums, y, row_scale, column_scale, bias, y_scale, row, at.y, m, n, y_stride);
 #else
             write(sums, y, row, at.y, m, n, y_stride);
 #endif

@@ -1,4 +1,4 @@
-"""Scales matrices so that the results of attention and of SwiGLU fit into e4m3, without a look at the results.
+"""Makes the results of attention, SwiGLU and GeLU fit into e4m3, without a look at the results.
 
 A norm gives vectors of length sqrt(C) at most, before its own weight. So the weights bound what a product can give. Each column
 of V, or of up, is divided by a power of two that brings this bound into e4m3's range. The columns of the next matrix are
@@ -8,6 +8,7 @@ multiplied by the same power. e4m3 keeps all its bits over a factor of 28,000.
   below the bound.
 * SwiGLU gives silu(x g) (x u), for a row g of the gate and a row u of up. |silu(z)| is at most |z|, and |(x g) (x u)| at most
   |x|^2 (|g| |u| + |g u|) / 2, by the eigenvalues of g u^T + u g^T. A typical result is a factor of C / 2 below the bound.
+* GeLU's results cannot be divided by its inputs' divisor. They are at most |x| |w| + |b|, which is below 448 in BERT models.
 """
 
 import torch
@@ -30,16 +31,29 @@ def scale_values(qkv: Linear, norm: LayerNorm | RMSNorm, num_columns: int) -> Te
     if not isinstance(weight, Quantized) or weight.values.dtype != E4M3 or weight.block_scale is not None:
         return None
     scale, bias = weight.scale[-num_columns:], None if qkv.bias is None else qkv.bias[-num_columns:]
-    rows = weight.values[-num_columns:].float() * scale[:, None]  # [num_columns, C]
-    most = (rows * norm.weight.float()).norm(dim=1) * rows.shape[1] ** 0.5
-    fixed = torch.zeros_like(most) if bias is None else bias.float()
-    if isinstance(norm, LayerNorm):
-        fixed = fixed + rows @ norm.shift.float()
-    divisor = _power_of_two(most + fixed.abs())
+    divisor = _power_of_two(_most(weight.values[-num_columns:].float() * scale[:, None], bias, norm))
     scale /= divisor
     if bias is not None:
         bias /= divisor.to(bias.dtype)
     return divisor
+
+
+def fits_after_gelu(up: Linear, norm: LayerNorm) -> bool:
+    """Whether `up` is in e4m3 with a scale for each row, and GeLU of its results fits into e4m3. `norm` gives its input."""
+    weight = up.weight
+    if not isinstance(weight, Quantized) or weight.values.dtype != E4M3 or weight.block_scale is not None:
+        return False
+    most = _most(weight.values.float() * weight.scale[:, None], up.bias, norm)
+    return float(most.max()) <= torch.finfo(E4M3).max
+
+
+def _most(rows: Tensor, bias: Tensor | None, norm: LayerNorm | RMSNorm) -> Tensor:
+    """What the products of the norm's results and `rows` [N, C] fp32 are at most, [N]. `bias` [N] is added to them."""
+    most: Tensor = (rows * norm.weight.float()).norm(dim=1) * rows.shape[1] ** 0.5
+    fixed = torch.zeros_like(most) if bias is None else bias.float()
+    if isinstance(norm, LayerNorm):
+        fixed = fixed + rows @ norm.shift.float()
+    return most + fixed.abs()
 
 
 def scale_products(gate_up: Linear, norm: RMSNorm, in_turn: bool) -> Tensor | None:

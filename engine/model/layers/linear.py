@@ -215,11 +215,14 @@ class Linear8(Linear):
         super().__init__(bias, gelu)
 
     def __call__(self, x: MaybeQuantized) -> Tensor:
-        return self._finished(kernels.linear8(x, self.weight))
+        if self.gelu:
+            return kernels.linear8_gelu(x, self.weight, self.bias)
+        return kernels.linear8(x, self.weight, bias=self.bias)
 
     def normed(self, x: Residual, norm: RMSNorm) -> Tensor:
         assert x.bias is None, "no decoder has a bias before a norm"
-        return self._finished(kernels.linear8(x.value, self.weight, norm.weight, norm.eps, x.pending))
+        assert not self.gelu, "no decoder has GeLU alone"
+        return kernels.linear8(x.value, self.weight, norm.weight, norm.eps, x.pending, self.bias)
 
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
         return Residual(residual, kernels.linear8_add(x, self.weight, residual), self.bias)

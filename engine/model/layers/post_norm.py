@@ -5,14 +5,29 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels import MaybeQuantized
+from engine import kernels
+from engine.kernels import MaybeQuantized, Quantized
 from engine.model.config import ModelConfig
-from engine.model.layers.e4m3_values import scale_values
+from engine.model.layers.e4m3_values import fits_after_gelu, scale_values
 from engine.model.layers.linear import Linear
 from engine.model.layers.norm import LayerNorm, Residual
 from engine.model.layers.self_attention import AttentionCall, SelfAttention
 from engine.model.weights import WeightSource
 from engine.run.batch import PackedBatch
+
+
+class Gelu:
+    """gelu(x W^T + b). With a matrix in e4m3 the results are in e4m3 too, if all of them fit."""
+
+    def __init__(self, up: Linear, norm: LayerNorm) -> None:
+        """`norm` gives the input."""
+        self.up, self.fits = up, fits_after_gelu(up, norm)
+
+    def __call__(self, x: Tensor) -> MaybeQuantized:
+        """[T, C] -> [T, I]."""
+        if self.fits and isinstance(weight := self.up.weight, Quantized):
+            return kernels.linear8_gelu_in_e4m3(x, weight, self.up.bias)
+        return self.up(x)
 
 
 class FeedForward:
@@ -79,9 +94,10 @@ def _bert_layer(
     scale = scale_values(qkv, input_norm, c)
     out = Linear.load(checkpoint, layer + names.out, c, c, scale=scale)
     up = Linear.load(checkpoint, layer + names.up, wide, c, gelu=True)
+    attention_norm = LayerNorm.load(checkpoint, layer + names.attention_norm, c, eps)
     return PostNormLayer(
         SelfAttention(qkv, out, (config.n_heads, config.n_heads), in_e4m3=scale is not None),
-        LayerNorm.load(checkpoint, layer + names.attention_norm, c, eps),
-        FeedForward(up, Linear.load(checkpoint, layer + names.down, c, wide)),
+        attention_norm,
+        FeedForward(Gelu(up, attention_norm), Linear.load(checkpoint, layer + names.down, c, wide)),
         LayerNorm.load(checkpoint, layer + names.output_norm, c, eps),
     )
