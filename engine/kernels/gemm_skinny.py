@@ -199,10 +199,11 @@ def gemm_skinny(
     (m, k), n = x.shape, len(weight)
     y = result_of(x, n, followed_by) if residual is None else residual
     operands, w = _weights(x, weight, shape)
-    grid = shape.split * -(-n // shape.block_n) * -(-m // shape.rows)
+    row_tiles = -(-m // shape.rows)
+    grid = shape.split * -(-n // shape.block_n) * row_tiles
     kernel = _kernel(operands, k, shape, followed_by, x.device)
     assert (block_scale is not None) == shape.in_blocks, "the kernel was compiled for scales of this kind"
-    kernel(grid, tensor_map(x, (shape.rows,)), w, y, row_scale, column_scale, block_scale, y_scale, m, n, y.stride(0))
+    kernel(grid, tensor_map(x, (-(-m // row_tiles),)), w, y, row_scale, column_scale, block_scale, y_scale, m, n, y.stride(0))
     return y
 
 

@@ -1,6 +1,6 @@
 // y = x W^T for few rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32,
 // bf16 out. The kernel reads W once, at the rate of the memory.
-//   x: tensor map of [M, K], ROWS rows and 128 bytes a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
+//   x: tensor map of [M, K], 128 bytes and the rows of a block a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
 //   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu. OPERANDS 4: W is in codes, and w are its records (csrc/codes.cuh).
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W.
@@ -12,7 +12,9 @@
 // W: it also multiplies what lies behind the box, and drops the results. The launcher makes shared memory reach that far.
 // Each block then finishes a part of the rows of x: all blocks of the cluster send it their sums of these rows. With INBOX_IN_RING
 // the sums arrive in the ring, after all blocks of the cluster have read their rings.
-// If x has more than ROWS rows, which are 128 then, neighbouring clusters take the same rows of W and other rows of x.
+// If x has more than ROWS rows, which are 128 then, neighbouring clusters take the same rows of W and other rows of x, about as many
+// each. A box of x has only these rows: rows past the end of a tensor take TMA longer than others (docs/decisions/085). What lies
+// behind them in shared memory is multiplied, too, and the results are dropped.
 //
 // Codes become bf16 in registers, which are wgmma's operand. The scale is rounded to bf16, and so is its product with the code. While
 // the products of 64 columns run, the codes of the next 64 are converted. A step has the records of 128 columns. They are
@@ -32,7 +34,7 @@ typedef const int* Weights;
 constexpr u32 PART = 16 * WIDTH;
 typedef TensorMap Weights;
 #endif
-constexpr u32 X_BOX = ROWS * WIDTH, X_BYTES = X_BOXES * X_BOX, COPIED = STRIPS * PART + X_BYTES;
+constexpr u32 X_BOX = ROWS * WIDTH, X_BYTES = X_BOXES * X_BOX;
 constexpr u32 W_BYTES = (STRIPS * PART + 1023) / 1024 * 1024, STAGE_BYTES = W_BYTES + X_BYTES;  // boxes of x begin at multiples of 1 KiB
 constexpr int CHUNKS = K / COLUMNS;
 constexpr int PITCH = BLOCK_N + 4;  // floats; the padding puts neighbouring rows into different banks
@@ -129,9 +131,10 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
     Shared& shared = *reinterpret_cast<Shared*>(ring_bytes + STAGES * STAGE_BYTES);
     Inbox& inbox = *reinterpret_cast<Inbox*>(INBOX_IN_RING ? ring_bytes + SUM_BYTES : reinterpret_cast<unsigned char*>(shared.inbox));
     const int n = static_cast<int>(n_), row_tiles = ROWS < 128 ? 1 : (static_cast<int>(m_) + ROWS - 1) / ROWS;
+    const int rows = (static_cast<int>(m_) + row_tiles - 1) / row_tiles;  // of x, in a box
     const int rank = SPLIT > 1 ? cluster_rank() : 0, tile = blockIdx.x / SPLIT;
-    const int first_row = tile / row_tiles * BLOCK_N, first_of_x = tile % row_tiles * ROWS;
-    const int m = min(ROWS, static_cast<int>(m_) - first_of_x);
+    const int first_row = tile / row_tiles * BLOCK_N, first_of_x = tile % row_tiles * rows;
+    const int m = min(rows, static_cast<int>(m_) - first_of_x);
     const int first = rank * CHUNKS / SPLIT, steps = (rank + 1) * CHUNKS / SPLIT - first;
     const int each = (m + SPLIT - 1) / SPLIT, begin = min(rank * each, m), count = min(each, m - begin);  // the rows that it finishes
 
@@ -156,7 +159,7 @@ gemm_skinny(const __grid_constant__ TensorMap x, const __grid_constant__ Weights
                 const u32 stage = address(ring_bytes) + ring.stage * STAGE_BYTES;
                 wait(shared.empty[ring.stage], ring.parity);
                 const u32 scale_bytes = BLOCKS ? min(BLOCK_N, n - first_row) / 8 * 4 : 0;
-                if (fetcher == 0) arrive_expecting(shared.full[ring.stage], COPIED + scale_bytes);
+                if (fetcher == 0) arrive_expecting(shared.full[ring.stage], STRIPS * PART + X_BOXES * rows * WIDTH + scale_bytes);
                 if (BLOCKS) {
                     const float* const from = block_scale + (first + step) * (n / 8) + first_row / 8;
                     copy_bulk(address(shared.block_scale[ring.stage]), from, scale_bytes, shared.full[ring.stage]);
