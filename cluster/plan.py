@@ -19,7 +19,7 @@ from cluster.pipelines import arrange
 from cluster.placement import EXACT_STEPS, Replica, Slot
 from cluster.plan_reasons import Reasons
 from cluster.ray_room import RayRoom
-from cluster.slots import CARD_REPLICA_CPUS, empty_slots, places_of
+from cluster.slots import CARD_REPLICA_CPUS, cores_of, cpus_of, empty_slots, places_of
 from cluster.throughput import Basis, is_known
 from cluster.ways_out import WaysOut
 from engine.devices import DTYPES, DtypeName, compute_dtype
@@ -445,7 +445,7 @@ class Plan:
         num_gpus = self.ray_room.share(name, node_class, self.more_bytes(name, node_class)) / 1e4 if node.cards else 0.0
         if node.members:  # of each stage
             num_gpus = 1.0 if node.cards else 0.0
-        places, has_others = 1 if node.members else places_of(node), list(self.class_of.values()).count(node_class) > 1
+        has_others = list(self.class_of.values()).count(node_class) > 1
         most = max(Counter(each.slot.node for each in replicas).values())
         machines = [machine for each in replicas for machine in self.machines(each.slot.node)]
         return PlannedPool(
@@ -455,10 +455,10 @@ class Plan:
             sum(each.required for each in replicas),
             len(replicas),
             # Any limit works on the only node of a class. A limit that follows the number would make Serve replace all replicas.
-            most if has_others else max(most, len(node.cards) or places),
+            most if has_others else max(most, len(node.cards) or places_of(node)),
             num_gpus,
-            CARD_REPLICA_CPUS if node.cards else max(0.1, round(node.num_cpus / places / 2 - 0.05, 2)),
-            1 if node.cards else max(1, node.num_cpus // places),
+            CARD_REPLICA_CPUS if node.cards else cpus_of(node),
+            1 if node.cards else cores_of(node),
             self.rates[name, node_class].tokens_per_s,
             cache,
             whole_pages(cache) // whole_pages(entry.context) if cache and entry.context else None,

@@ -1,14 +1,14 @@
 """Why a replica of a plan is where it is, and why a replica has no place."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cluster.amounts import capability, gib, gib_up
 from cluster.model_spec import Dtype
 from cluster.needs import Pipeline, has_kernels, least_capability, may_have
 from cluster.placement import Slot
-from cluster.slots import CARD_REPLICA_CPUS, CORES_A_REPLICA, GATEWAY_CPUS
+from cluster.slots import CARD_REPLICA_CPUS, CORES_A_REPLICA, GATEWAY_CPUS, cores_of, cpus_of, places_of
 from engine.devices import LEAST_OF_KERNELS
 
 if TYPE_CHECKING:
@@ -101,9 +101,17 @@ class Reasons:
         kept = self._plan.gateways_a_node * GATEWAY_CPUS
         return f"a replica needs {CARD_REPLICA_CPUS:g} CPUs; all {num_cpus} of {name} are reserved, {kept:g} of them for gateways"
 
-    def _cores_taken(self, slots: Iterable[Slot]) -> str:
-        fewest = min(self._plan.classes[slot.node_class].num_cpus for slot in slots)
-        return f"a replica computes with {min(fewest, CORES_A_REPLICA)} cores, but no cores are free"
+    def _cores_taken(self, slots: Sequence[Slot]) -> str:
+        """Tells cores from CPUs: Ray reserves fewer CPUs for a replica than the replica has cores."""
+        first, node = slots[0].node, self._plan.classes[slots[0].node_class]
+        places, others = places_of(node), len(slots) - 1
+        nodes = f"{first} and {others} other node{'s' if others > 1 else ''}" if others else first
+        compute = "1 replica computes" if places == 1 else f"{places} replicas each compute"
+        return (
+            f"a replica needs {_cores(min(node.num_cpus, CORES_A_REPLICA))}, but no cores are free on {nodes}: "
+            f"{compute} with {_cores(cores_of(node))} on {first}. "
+            f"Ray reserves {cpus_of(node):g} CPUs for each of these replicas, so that a gateway or a successor can start"
+        )
 
 
 def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
@@ -114,6 +122,10 @@ def _cannot_run(dtype: Dtype, classes: Sequence[str]) -> str:
     there = f"{', '.join(names[:-1])} and {names[-1]} have" if names[1:] else f"{names[0]} has"
     what = "the engine" if dtype == "auto" else dtype
     return f"{what} needs an NVIDIA card of compute capability {capability(least)} or later; {there} no such card"
+
+
+def _cores(number: int) -> str:
+    return f"{number} core{'s' if number != 1 else ''}"
 
 
 def _where(slot: Slot) -> str:

@@ -31,5 +31,18 @@ def _beside_cards(node: Node, gateways_a_node: int) -> int:
 
 
 def places_of(node: Node) -> int:
-    """The largest number of replicas on a node without a card."""
-    return max(1, node.num_cpus // CORES_A_REPLICA)
+    """The largest number of replicas on a node without a card. A group of nodes has one replica."""
+    return 1 if node.members else max(1, node.num_cpus // CORES_A_REPLICA)
+
+
+def cores_of(node: Node) -> int:
+    """The cores with which a replica on a node without a card computes."""
+    return max(1, node.num_cpus // places_of(node))
+
+
+def cpus_of(node: Node) -> float:
+    """The CPUs that Ray reserves for a replica on a node without a card: less than half of its cores (docs/decisions/005).
+
+    The other CPUs remain for gateways, and for the successors of replicas.
+    """
+    return max(0.1, round(node.num_cpus / places_of(node) / 2 - 0.05, 2))

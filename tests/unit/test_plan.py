@@ -236,6 +236,10 @@ UNPLACED = {
         "another node",  # with shorter inputs pro would have a place, but lite would not
     ),
     "cores": (planned([CPU], entry(min_replicas=5, dtype="bf16")), "min_replicas: 4"),
+    "two cores": (
+        planned([Node("tiny", "amd64", 16 * GIB, 2)], entry(min_replicas=2, dtype="bf16")),
+        "or of class cpu-2c-16g-amd64",
+    ),
     "another CPU": (planned([CPU], entry(min_replicas=5, dtype="bf16")), f"or of class {CPU.class_name}"),
     "8 bits": (planned([rtx_5080()], entry(model="Qwen/Qwen3-Embedding-8B")), "dtype: float8"),
     "8 bits before float8": (
@@ -277,7 +281,8 @@ def test_ways_out_are_true(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     [
         ("too large", ["needs 19.1 GiB", "pc1:0 has only 15.6 GiB for models"]),
         ("crowded", ["needs 11.7 GiB", "pc1:0 has only 4.0 GiB of 15.6 GiB left"]),
-        ("cores", ["4 cores", "no cores are free"]),
+        ("cores", ["needs 4 cores", "no cores are free on old", "4 replicas each compute with 4 cores on old"]),
+        ("two cores", ["needs 2 cores", "no cores are free on tiny", "1 replica computes with 2 cores on tiny"]),
         ("float16", ["float16 does not run on a CPU"]),
         ("float8", ["float8", "capability 8.9 or later; a100-sxm4-80gb-80g-amd64 and cpu-16c-64g-amd64 have no such card"]),
         ("int8", ["int8 needs an NVIDIA card of compute capability 8.0 or later; cpu-16c-64g-amd64 has no such card"]),
@@ -287,6 +292,12 @@ def test_why_it_does_not_fit_is_said_with_figures(case: str, parts: list[str]) -
     (unplaced,) = UNPLACED[case][0].unplaced
     for part in parts:
         assert part in unplaced.why
+
+
+def test_the_cores_of_a_replica_are_told_from_the_cpus_that_ray_reserves() -> None:
+    plan = UNPLACED["two cores"][0]
+    assert "CPUs reserved for replicas: 0.95 of 2" in plan_report.summary(plan)[2]
+    assert "Ray reserves 0.95 CPUs for each of these replicas" in plan.unplaced[0].why
 
 
 @pytest.mark.parametrize(
