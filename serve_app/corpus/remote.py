@@ -30,6 +30,7 @@ _LONGEST_WAIT_S = 30.0
 _TIMEOUT_S = 300.0
 # The parts of an emberforge server's `/info` that a job needs.
 _INFO = {"served_model_name", "model_dtype", "model_sha", "model_type", "max_client_batch_size"}
+_NO_KEY = 401
 _OF_THE_ROWS = (400, 413, 422, 424)
 _FOR_NOW = (429, 500, 502, 503, 504)
 
@@ -111,7 +112,8 @@ class RemoteWorker:
                 if error.code in _OF_THE_ROWS:
                     raise InvalidInput(reason) from None
                 if error.code not in _FOR_NOW:
-                    raise CorpusError(f"{self._url}{path} answers {reason}") from None
+                    wants_key = "; give a valid key with --api-key or EMBERFORGE_API_KEY" if error.code == _NO_KEY else ""
+                    raise CorpusError(f"{self._url}{path} answers {reason}{wants_key}") from None
                 with suppress(ValueError):  # a proxy may send a date
                     wait_s = float(error.headers.get("retry-after", wait_s))
             except (OSError, HTTPException) as error:  # the connection was refused or reset, or a timeout

@@ -485,6 +485,14 @@ def test_an_option_that_a_job_does_not_use_is_refused(kind: Kind, task: Task, op
         check_options(task, kind)
 
 
+@pytest.mark.parametrize("key", [None, "another"])
+def test_a_server_that_wants_another_key_is_told(tokenizer: Tokenizer, key: str | None) -> None:
+    served_api = Api(FakeBackend(FakeModel(tokenizer, "embedding")), Settings(api_key="the right one"), Metrics("fake")).app
+    words = "/info answers 401: Unauthorized; give a valid key with --api-key or EMBERFORGE_API_KEY$"
+    with served(served_api) as address, pytest.raises(CorpusError, match=words):
+        RemoteWorker(address, None, key, 4, Task(), ranks=False)
+
+
 @pytest.mark.parametrize("url", ["foo", "", "localhost:8000", "http://", "http://[::1", "file:///etc/hosts"])
 def test_a_wrong_url_is_named(url: str) -> None:
     with pytest.raises(CorpusError, match=rf"^--url '{re.escape(url)}' is not the URL of a server"):
