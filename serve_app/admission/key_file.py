@@ -110,10 +110,16 @@ def read_keys(file: Path) -> dict[str, Key]:
 
 
 def add_key(file: Path, name: str, given: Mapping[str, str] | None = None) -> str:
-    """Adds a new key with these limits, and returns the key. The file holds only its hash. Raises: KeysError."""
+    """Adds a new key with these limits, and returns the key. The file holds only its hash.
+
+    Raises: KeysError, also for a key that has expired already. `limit_key` may end a key with such a time.
+    """
     if not name or name.startswith("#") or any(char.isspace() for char in name):
         raise KeysError(f"{name!r} cannot be a key's name: a name must not be empty, contain spaces or begin with #")
-    limits = _changed(Limits(), given or {})
+    given = given or {}
+    limits = _changed(Limits(), given)
+    if limits.expires is not None and limits.expires <= (now := datetime.now(UTC)):
+        raise KeysError(f"expires {given['expires']!r} has passed: it is {_text(now)}; give a later time")
     key = "ef-" + secrets.token_urlsafe(32)
     with _changing(file):
         keys = read_keys(file) if file.exists() else {}

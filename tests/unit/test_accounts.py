@@ -501,7 +501,8 @@ def test_tokens_of_prompts_and_answers_are_counted(tmp_path: Path, file: Path) -
 
 
 def test_an_expired_key_hears_why(tokenizer: Tokenizer, file: Path) -> None:
-    key = add_key(file, "old", {"expires": "2020-01-01"})
+    key = add_key(file, "old")
+    limit_key(file, "old", {"expires": "2020-01-01"})
     refused = Server(tokenizer, file).embed(key, path="/v1/embeddings")
     assert (refused.status_code, refused.json()["type"]) == (401, "Unauthorized")
     assert refused.json()["message"] == "the API key `old` has expired; ask the server's operator for another one"

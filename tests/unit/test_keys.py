@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -104,19 +105,19 @@ LIMITS = {
     "tokens_per_minute": "1000",
     "requests_in_flight": "4",
     "priority": "batch",
-    "expires": "2027-01-31T19:00:00+01:00",
+    "expires": "2127-01-31T19:00:00+01:00",
 }
 
 
 def test_limits_are_read_as_they_are_written(file: Path) -> None:
     add_key(file, "plain")
     add_key(file, "all", LIMITS)
-    limits = Limits(("org/a", "b"), 1000, 4, "batch", datetime(2027, 1, 31, 18, tzinfo=UTC))
+    limits = Limits(("org/a", "b"), 1000, 4, "batch", datetime(2127, 1, 31, 18, tzinfo=UTC))
     assert [key.limits for key in read_keys(file).values()] == [Limits(), limits]
     assert (
         file.read_text()
         .splitlines()[2]
-        .endswith(" models=org/a,b tokens_per_minute=1000 requests_in_flight=4 priority=batch expires=2027-01-31T18:00:00Z")
+        .endswith(" models=org/a,b tokens_per_minute=1000 requests_in_flight=4 priority=batch expires=2127-01-31T18:00:00Z")
     )
     changed = limit_key(file, "all", {"tokens_per_minute": "5", "models": "none", "expires": "2028-02-01"})
     assert changed == Limits((), 5, 4, "batch", datetime(2028, 2, 1, tzinfo=UTC))
@@ -198,12 +199,20 @@ def test_a_key_added_changed_or_removed_counts_without_a_restart(file: Path) -> 
 
 
 def test_a_key_ends_when_it_expires(file: Path) -> None:
-    past, future = (datetime.now(UTC) + timedelta(hours=hours) for hours in (-1, 1))
-    old, new = (add_key(file, name, {"expires": at.isoformat()}) for name, at in (("old", past), ("new", future)))
+    past, future = ((datetime.now(UTC) + timedelta(hours=hours)).isoformat() for hours in (-1, 1))
+    old, new = add_key(file, "old"), add_key(file, "new", {"expires": future})
+    limit_key(file, "old", {"expires": past})
     known = Keys(None, file)
     assert is_valid(known, new)
     with pytest.raises(Unauthorized, match="`old` has expired"):
         known.account(bearer(old))
+
+
+@pytest.mark.parametrize("at", ["2020-02-01", "2020-02-01T18:00:00+01:00"])
+def test_a_new_key_has_not_expired(file: Path, at: str) -> None:
+    with pytest.raises(KeysError, match=rf"^expires '{re.escape(at)}' has passed: it is 2.*Z; give a later time$"):
+        add_key(file, "one", {"expires": at})
+    assert not file.exists()
 
 
 def test_a_thread_looks_at_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
