@@ -12,7 +12,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from time import sleep
@@ -40,6 +40,9 @@ class Counts:
         self.requests += other.requests
         self.tokens += other.tokens
         self.refusals += other.refusals
+
+
+_COUNTS = tuple(each.name for each in fields(Counts))
 
 
 class Usage:
@@ -107,14 +110,36 @@ def total(files: Iterable[Path], since: datetime | None) -> dict[tuple[str, str]
     for file in files:
         for number, line in _lines(file):
             try:
-                entry = json.loads(line)
-                at = datetime.fromisoformat(entry["at"])
-                counts = Counts(entry["requests"], entry["tokens"], entry["refusals"])
-                if since is None or at >= since:
-                    sums.setdefault((entry["key"], entry["model"]), Counts()).add(counts)
-            except (ValueError, KeyError, TypeError) as error:
-                raise UsageError(f"{file}, line {number} is not a line of a usage log: {error!r}") from None
+                at, place, counts = _read(line)
+            except ValueError as error:
+                raise UsageError(f"{file}, line {number} is not a line of a usage log: {error}") from None
+            if since is None or at >= since:
+                sums.setdefault(place, Counts()).add(counts)
     return sums
+
+
+def _read(line: str) -> tuple[datetime, tuple[str, str], Counts]:
+    """The time of a line, its key and model, and its counts. Raises: ValueError naming what is wrong."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(entry, dict):
+        raise ValueError("it is not a JSON object")
+    if missing := [name for name in ("at", "key", "model", *_COUNTS) if name not in entry]:
+        raise ValueError(f"it has no {missing[0]!r}")
+    for name in ("at", "key", "model"):
+        if not isinstance(entry[name], str):
+            raise ValueError(f"{name!r} is not a text")
+    for name in _COUNTS:
+        if type(entry[name]) is not int:
+            raise ValueError(f"{name!r} is not a whole number")
+    try:
+        at = datetime.fromisoformat(entry["at"])
+    except ValueError:
+        raise ValueError(f"'at' is not a time: {entry['at']!r}") from None
+    counts = Counts(**{name: entry[name] for name in _COUNTS})
+    return at if at.tzinfo else at.replace(tzinfo=UTC), (entry["key"], entry["model"]), counts
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

@@ -573,6 +573,27 @@ def test_usage_that_cannot_be_written_is_written_later(log: Path, caplog: pytest
     assert total([log], None) == {("alice", "m"): Counts(0, 3, 0)}
 
 
+LINE = {"at": "2027-01-31T18:00:00Z", "key": "alice", "model": "m", "requests": 1, "tokens": 2, "refusals": 0}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("not JSON", "it is not JSON (Expecting value at column 1)"),
+        ("[]", "it is not a JSON object"),
+        (json.dumps({"at": LINE["at"]}), "it has no 'key'"),
+        (json.dumps(LINE | {"tokens": "2"}), "'tokens' is not a whole number"),
+        (json.dumps(LINE | {"key": None}), "'key' is not a text"),
+        (json.dumps(LINE | {"at": "soon"}), "'at' is not a time: 'soon'"),
+    ],
+)
+def test_a_wrong_line_of_a_usage_log_is_told_plainly(log: Path, line: str, reason: str) -> None:
+    log.write_text(json.dumps(LINE) + f"\n{line}\n")
+    with pytest.raises(UsageError) as raised:
+        total([log], None)
+    assert str(raised.value) == f"{log}, line 2 is not a line of a usage log: {reason}"
+
+
 class Full(FileIO):
     """A file on storage that has room for a third of the content."""
 
