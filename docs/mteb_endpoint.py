@@ -11,23 +11,28 @@ import base64
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import mteb
-import numpy as np
-import requests
-from datasets import Dataset, DatasetDict
-from mteb.abstasks.sts import AbsTaskSTS
-from mteb.abstasks.task_metadata import TaskMetadata
-from mteb.cache import ResultCache
-from mteb.models import ModelMeta
-from mteb.models.abs_encoder import AbsEncoder
-from mteb.types import PromptType
-from requests.adapters import HTTPAdapter
-from urllib3.util.retry import Retry
+try:
+    import mteb
+    import numpy as np
+    import requests
+    from datasets import Dataset, DatasetDict
+    from mteb.abstasks.sts import AbsTaskSTS
+    from mteb.abstasks.task_metadata import TaskMetadata
+    from mteb.cache import ResultCache
+    from mteb.models import ModelMeta
+    from mteb.models.abs_encoder import AbsEncoder
+    from mteb.types import PromptType
+    from requests.adapters import HTTPAdapter
+    from urllib3.util.retry import Retry
+except ModuleNotFoundError as error:
+    how = f"{sys.executable} -m pip install mteb"
+    raise SystemExit(f"this script needs mteb, but the module {error.name} is missing here; install mteb with: {how}") from None
 
 _AT_ONCE = 8  # requests in flight
 _TEXTS = 32  # texts of a request

@@ -4,6 +4,8 @@
 """
 
 import re
+import subprocess
+import sys
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
@@ -120,6 +122,14 @@ def test_a_figure_is_the_measured_one(page: str, words: str, decimals: int, tabl
     measured = Decimal(lines[number].split("|")[place].strip())
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert words.format(measured.quantize(Decimal(10) ** -decimals, ROUND_HALF_UP)) in text
+
+
+def test_the_script_for_mteb_says_how_mteb_is_installed() -> None:
+    without = f"import runpy, sys; sys.modules['mteb'] = None; runpy.run_path({str(DOCS / 'mteb_endpoint.py')!r})"
+    done = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"install mteb with: {sys.executable} -m pip install mteb")
+    assert done.returncode == 1
 
 
 def test_the_pages_lines_of_a_pipeline_are_those_of_a_plan() -> None:
