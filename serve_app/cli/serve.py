@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shlex
 import signal
 import socket
@@ -28,6 +29,8 @@ from serve_app.settings import GATEWAY, Settings, SettingsError
 
 _OF_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 _READY_TIMEOUT_S = 60.0
+# The port in an error of HAProxy, or of Serve's proxy, that cannot listen there.
+_TAKEN = re.compile(r"(?:cannot bind socket \(Address already in use\) for \[|Failed to bind to address ')\S*:(\d+)[]']")
 # A machine with few cores may have several gateways too, because a second one answers while the first one restarts.
 _GATEWAYS_ON_ANY_MACHINE = 8
 # With 64 requests for each of eight gateways, an H200 reached only 0.91 of the engine's rate (docs/decisions/039).
@@ -86,7 +89,7 @@ def serve(settings: Settings) -> None:
     most_requests = ceil(settings.max_concurrent_requests / max(1, settings.num_gateways))
     report(f"starting Ray on {num_cpus} CPUs and {num_gpus or 'no'} GPUs")
     try:
-        with _in_one_sentence(settings.port), local_ray(num_cpus, most_requests, settings.host):
+        with _in_one_sentence(settings.port, settings.grpc_port), local_ray(num_cpus, most_requests, settings.host):
             _end_on_signal()  # again, because Ray has replaced the handlers
             _end_if_asked()
             report("starting Ray Serve and loading the model")
@@ -218,8 +221,8 @@ def _check_port(host: str, port: int, flag: str) -> None:
 
 
 @contextmanager
-def _in_one_sentence(port: int) -> Iterator[None]:
-    """Turns Ray's errors into one sentence. Ray has ended before, so a process on the port is not ours.
+def _in_one_sentence(port: int, grpc_port: int | None = None) -> Iterator[None]:
+    """Turns Ray's errors into one sentence. Ray has ended before, so a process on a port is not ours.
 
     Raises: ModelError with the error's last line, and with the problems of the machine.
     """
@@ -232,6 +235,11 @@ def _in_one_sentence(port: int) -> Iterator[None]:
 
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         said = lines[-1] if lines else type(error).__name__
+        if (taken := _TAKEN.search(str(error))) and (number := int(taken[1])) not in (port, grpc_port):
+            # `free_port` chose the port before Ray started. HAProxy and Serve's proxy open it seconds later.
+            by = machine_limits.holder(number) or "another process"
+            said = f"{by} took port {number}, which this start had chosen for itself; start again, and other ports are chosen"
+            raise ModelError(f"the server did not start: {said}") from error
         reasons = machine_limits.problems()
         if not reasons and (holder := machine_limits.holder(port)):
             reasons = [f"{holder} uses port {port} now; choose another port with --port"]

@@ -82,6 +82,22 @@ def test_whatever_ends_a_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
         assert started(traced, port).endswith("/tmp/ray/port; /tmp has 0 MiB left")
 
 
+HAPROXY = """HAProxy crashed during startup: [NOTICE]   (1) : haproxy version is 2.8.25-5cf5d0683
+[ALERT]    (1) : Binding [/a:52] for frontend prometheus: cannot bind socket (Address already in use) for [127.0.0.1:{}]
+[ALERT]    (1) : [/bin/haproxy.main()] Some protocols failed to start their listeners! Exiting."""
+
+
+@pytest.mark.parametrize("text", [HAPROXY, "Failed to bind to address '127.0.0.1:{}'."])
+def test_a_port_that_another_process_took_during_the_start_is_told(text: str) -> None:
+    port, taken = free_port(), free_port()
+    error = RuntimeError(text.format(taken))
+    with socket.create_server(("127.0.0.1", taken)):
+        told = started(error, port)
+        assert told.startswith(f"the server did not start: process {os.getpid()} (python) took port {taken}, which")
+        assert told.endswith("; start again, and other ports are chosen")
+        assert "choose another port with --port" in started(error, taken)
+
+
 def deploy(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> None:
     def fail(*_: object) -> None:
         raise error
