@@ -7,7 +7,7 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from time import monotonic
@@ -73,6 +73,10 @@ _ALONE_ENV = {
 
 _MIN_GRPC_PORT, _MAX_GRPC_PORT = "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT"
 _PORTS_OF_A_RAY = 50
+_MIN_HTTP_PORT, _HTTP_PORTS = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", range(30000, 31000)
+# The number of HTTP ports with which a Ray begins. It may continue with those of later Rays, because Serve does not use the port
+# of an ended replica again for an hour.
+_FIRST_HTTP_PORTS = 100
 # Ports between those of Ray's workers and of replicas. A free port from the kernel's own range may be taken before it is used,
 # because a starting Ray opens hundreds of connections from that range.
 _FREE_PORTS = range(20000, 30000)
@@ -128,17 +132,38 @@ def grpc_ports() -> Iterator[dict[str, str]]:
     two Rays could listen on the same port, and get each other's calls.
     """
     low, high = int(SERVE_ENV[_MIN_GRPC_PORT]), int(SERVE_ENV[_MAX_GRPC_PORT])
-    for first in reversed(
-        range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY)
-    ):  # from the top, because a cluster's node begins at the bottom
-        ports = range(first + 1, first + _PORTS_OF_A_RAY)
+    # From the top, because a cluster's node begins at the bottom.
+    firsts = reversed(range(low, high - _PORTS_OF_A_RAY, _PORTS_OF_A_RAY))
+    with _reserved(firsts, _PORTS_OF_A_RAY) as ports:
+        yield {_MIN_GRPC_PORT: str(ports[0]), _MAX_GRPC_PORT: str(ports[-1])} if ports else {}
+
+
+@contextmanager
+def http_ports() -> Iterator[dict[str, str]]:
+    """Reserves ports for HTTP of one Ray's replicas, until the context ends. Empty if the operator has chosen the ports.
+
+    Serve tries the next port if one is taken, but it warns of each. Without reserved ports the second server of a machine would
+    warn of the ports of the first one.
+    """
+    if _MIN_HTTP_PORT in os.environ:
+        yield {}
+        return
+    with _reserved(_HTTP_PORTS[::_FIRST_HTTP_PORTS], _FIRST_HTTP_PORTS) as ports:
+        yield {_MIN_HTTP_PORT: str(ports[0])} if ports else {}
+
+
+@contextmanager
+def _reserved(firsts: Iterable[int], number: int) -> Iterator[range]:
+    """The ports behind the first one of `firsts` where `number` ports are free. Empty if there are none."""
+    for first in firsts:
         mark = _bound(first)  # keeps other Rays away until our replicas listen
         if mark is not None:
             with mark:
+                ports = range(first + 1, first + number)
                 if all(map(_is_free, ports)):
-                    yield {_MIN_GRPC_PORT: str(ports[0]), _MAX_GRPC_PORT: str(ports[-1])}
+                    yield ports
                     return
-    yield {}
+    yield range(0)
 
 
 def _bound(port: int) -> socket.socket | None:
@@ -183,8 +208,12 @@ def local_ray(num_cpus: int, max_concurrent_requests: int | None = None, host: s
         max_concurrent_requests: HAProxy's limit for each ingress process.
         host: the address on which HAProxy listens for clients. All other servers listen on 127.0.0.1.
     """
-    with tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state, grpc_ports() as ports:
-        environment = serve_environment(Path(state)) | ports | _ALONE_ENV | logs.share_stderr()
+    with (
+        tempfile.TemporaryDirectory(prefix="ef-", ignore_cleanup_errors=True) as state,
+        grpc_ports() as grpc,
+        http_ports() as http,
+    ):
+        environment = serve_environment(Path(state)) | grpc | http | _ALONE_ENV | logs.share_stderr()
         set_environment(environment | haproxy.environment(max_concurrent_requests, host))
         set_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
         import ray.serve  # noqa: F401 - the import sets its logger to INFO

@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from cluster import local_ray
-from cluster.local_ray import SERVE_ENV, free_port, grpc_ports
+from cluster.local_ray import SERVE_ENV, free_port, grpc_ports, http_ports
 
 LOW, HIGH = (int(SERVE_ENV[f"RAY_SERVE_DIRECT_INGRESS_{end}_GRPC_PORT"]) for end in ("MIN", "MAX"))
 
@@ -57,6 +57,20 @@ def test_each_ray_has_grpc_ports_of_its_own_for_as_long_as_it_runs() -> None:
             assert span(one) | span(other) <= set(range(LOW, HIGH + 1))
         with grpc_ports() as after:
             assert after == other
+
+
+def test_a_second_ray_begins_with_other_http_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve warns of each taken port that it tries."""
+    variable = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT"
+    monkeypatch.delenv(variable, raising=False)
+    with http_ports() as one, http_ports() as other:
+        assert int(other[variable]) >= int(one[variable]) + 100
+        assert 30000 < int(one[variable]) < int(other[variable]) < 31000
+    with socket.create_server(("127.0.0.1", int(one[variable]))), http_ports() as after:
+        assert after == other
+    monkeypatch.setenv(variable, "30500")
+    with http_ports() as chosen:
+        assert chosen == {}
 
 
 def test_ports_that_somebody_shares_are_not_taken() -> None:
