@@ -15,7 +15,7 @@ from engine.model.config import MOST_BATCH_TOKENS as MOST_BATCH_TOKENS
 from engine.model.config import ModelConfig, WordHeadConfig
 from engine.model.families import family_of
 from engine.model.layers.attention import attention_bytes
-from engine.model.quantized.kept import FORM, bytes_of_codes, has_e4m3, in_codes
+from engine.model.quantized.kept import FORM, bytes_of_codes, forms_of, has_e4m3, in_codes
 from engine.model.quantized.scheme import Gguf
 from engine.model.weights import ShapeCounter
 from engine.run.kv_cache import bytes_per_token, most_default_tokens, whole_pages
@@ -171,7 +171,11 @@ def codes_of(config: ModelConfig, dtype: torch.dtype, on_gpu: bool) -> tuple[int
         return 0, 0
     values, num_bytes = kept_in_codes(config, dtype)
     if dtype == INT4:  # the other matrices are rounded to 4 bits
-        num_bytes += bytes_of_codes(num_quantized(config) - values, FORM)
+        # If a checkpoint leaves out layers, it is unknown here which of the others keep the checkpoint's codes of 4 bits.
+        theirs = [
+            form for form in forms_of(config.quantization, _shapes(config).columns) if form.bits <= most_bits_kept(config, dtype)
+        ]
+        num_bytes += max(bytes_of_codes(num_quantized(config) - values, form) for form in (FORM, *theirs))
         values = num_quantized(config)
     return values, num_bytes
 

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from cluster.catalogue import CATALOGUE, hub_id, known_model
 from cluster.nodes import CARD_RESERVE
 from engine import ModelError
-from engine.devices import DTYPES
+from engine.devices import DTYPES, INT4
 from engine.heads.classifier import Head
 from engine.heads.splade import Splade
 from engine.kernels import MaybeQuantized, Quantized
@@ -34,11 +34,16 @@ from engine.model.footprint import (
     MOST_STREAM_TOKENS,
     MemoryKind,
     body_parameters,
+    codes_of,
     footprint,
     most_graph_tokens,
     num_parameters,
+    num_quantized,
 )
 from engine.model.layers.attention import attention_bytes
+from engine.model.quantized.kept import kept_form, why_not
+from engine.model.quantized.layout import Codes
+from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Group, ModelOpt, Scheme
 from engine.model.weights import Checkpoint, ShapeCounter
 from engine.run import reserve
 from engine.run.fits import check_generator_fits, pass_bytes
@@ -404,6 +409,39 @@ class _Watched(Checkpoint):
         if isinstance(matrix, Quantized):
             self.quantized.append(matrix)
         return matrix
+
+
+MXFP4 = Group(("Linear",), 4, True, "group", symmetric=True, packed=True, group_size=32)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    [
+        (ModelOpt("NVFP4"), 5),
+        (Gptq(4, 32, symmetric=False, reorders=False, adds_one=True), 5),
+        (Awq(64), 4.5),
+        (CompressedTensors((MXFP4,), ignore=()), 4.5),
+        (CompressedTensors((MXFP4, replace(MXFP4, targets=("re:.*down_proj",))), ignore=()), 4.5),
+        (Awq(128), 4.25),
+        (Fp8((128, 128), has_input_scales=False), 4.25),
+    ],
+    ids=str,
+)
+def test_int4_counts_codes_that_stay_beside_layers_in_16_bits(scheme: Scheme, bits: float) -> None:
+    """The engine rounds only the matrices that are not in 4 bits, and the plan does not know which ones they are."""
+    config = replace(CATALOGUE["Qwen/Qwen3-8B"], quantization=replace(scheme, ignores_layers=True))
+    values, num_bytes = codes_of(config, INT4, on_gpu=True)
+    assert values == num_quantized(config)
+    assert num_bytes == values * bits / 8
+    assert codes_of(config, torch.bfloat16, on_gpu=True) == (0, 0)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 128, 160, 192])
+def test_a_form_that_is_counted_is_one_that_the_kernels_take(columns: int) -> None:
+    """A record has at least 64 columns, also with groups of 32."""
+    matrix = Codes(torch.full((16, columns), 7, dtype=torch.uint8), torch.ones(16, columns // 32))
+    scheme = Gptq(4, 32, symmetric=True, reorders=False, adds_one=True)
+    assert (kept_form(scheme, columns) is None) == (why_not(matrix, 4) is not None)
 
 
 @pytest.mark.parametrize(

@@ -134,22 +134,33 @@ def kept_form(scheme: Quantization | None, columns: int = _SIDE) -> Form | None:
     Args:
         columns: a divisor of the columns of all matrices.
     """
-    form = None
+    if scheme is None or isinstance(scheme, Gguf) or scheme.ignores_layers:
+        return None
+    if isinstance(scheme, CompressedTensors) and not (len(scheme.groups) == 1 and "Linear" in scheme.groups[0].targets):
+        return None
+    return next(iter(forms_of(scheme, columns)), None)
+
+
+def forms_of(scheme: Quantization | None, columns: int = _SIDE) -> list[Form]:
+    """The forms in which matrices of a checkpoint's layers stay in their codes. Other matrices may be in 16 bits.
+
+    Empty for GGUF, whose header tells the form of each matrix.
+    """
+    found: list[Form | None] = []
     match scheme:
-        case Gptq(bits=bits, symmetric=symmetric, ignores_layers=False):
-            form = _form_of_groups(scheme.group_size, columns, bits, has_zeros=bits == 4 or not symmetric)
-        case Awq(ignores_layers=False):
-            form = _form_of_groups(scheme.group_size, columns, 4, has_zeros=True)
-        case ModelOpt(algorithm="NVFP4", ignores_layers=False):
-            form = Form(NVFP4_GROUP, is_float=True)
-        case ModelOpt(algorithm="FP8", ignores_layers=False):
-            form = _form_of_blocks(None, columns, is_float=True)
-        case Fp8(ignores_layers=False):
-            form = _form_of_blocks(scheme.block, columns, is_float=True)
-        case CompressedTensors(groups=(Group(targets=targets) as group,), ignores_layers=False):
-            if "Linear" in targets:
-                form = _form_of(group, columns)
-    return form if form is not None and form.fits(_SIDE, _SIDE) else None
+        case Gptq(bits=bits, symmetric=symmetric):
+            found = [_form_of_groups(scheme.group_size, columns, bits, has_zeros=bits == 4 or not symmetric)]
+        case Awq():
+            found = [_form_of_groups(scheme.group_size, columns, 4, has_zeros=True)]
+        case ModelOpt(algorithm="NVFP4"):
+            found = [Form(NVFP4_GROUP, is_float=True)]
+        case ModelOpt(algorithm="FP8"):
+            found = [_form_of_blocks(None, columns, is_float=True)]
+        case Fp8():
+            found = [_form_of_blocks(scheme.block, columns, is_float=True)]
+        case CompressedTensors(groups=groups):
+            found = [_form_of(group, columns) for group in groups]
+    return [form for form in found if form is not None and form.fits(_SIDE, columns)]
 
 
 def _form_of(group: Group, columns: int) -> Form | None:
