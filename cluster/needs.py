@@ -1,7 +1,7 @@
 """What a replica of each model needs on each class of node, and how fast it computes there."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -41,6 +41,9 @@ from engine.run.stages import why_on_one_device
 
 # The dtypes that "auto" may become, the most preferred first. No model overflows bfloat16.
 AUTO: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
+
+
+_OF_CODES = LEAST_CAPABILITY[DTYPES["int4"]]  # of cards that multiply with matrices in codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,12 @@ def dtype_on(entry: ModelSpec, node: Node, config: ModelConfig) -> torch.dtype:
     return torch.float16 if node.cards and not family_of(config).overflows_float16 else torch.float32
 
 
+def as_loaded(config: ModelConfig, *nodes: Node) -> ModelConfig:
+    """The model with the matrices that the engine has after loading: cards without kernels for codes dequantise a checkpoint."""
+    lacks_kernels = any((capability_of(node) or _OF_CODES) < _OF_CODES for node in nodes)
+    return replace(config, quantization=None) if lacks_kernels else config
+
+
 def may_have(entry: ModelEntry, node: str) -> bool:
     return (entry.nodes is None or node in entry.nodes) and node not in entry.not_nodes
 
@@ -129,7 +138,7 @@ class Needs:
         """The bytes of one replica on one card of the node, or on its CPUs."""
         config = with_options(self.shapes[entry.name], entry)
         dtype, kind = dtype_on(entry, node, config), memory_kind(node)
-        return footprint(config, dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
+        return footprint(as_loaded(config, node), dtype, kind, entry.max_batch_tokens, cache_tokens=entry.cache_tokens)
 
     def rate(self, entry: ModelEntry, node_class: str) -> Rate:
         """The rate in the model's entry, else the best estimate. For a generation model: of decode, with all `streams`."""
@@ -205,7 +214,8 @@ class Needs:
         """The pipeline of an entry over `number` cards of the node. Raises: ModelError if it does not fit."""
         config = with_options(self.shapes[entry.name], entry)
         alone = node.members or tuple(node.with_card(index if node.is_mixed else 0) for index in range(number))
-        cards = Cards(config, dtype_on(entry, node, config), alone, entry.max_batch_tokens, in_ring=bool(node.members))
+        dtype = dtype_on(entry, node, config)
+        cards = Cards(as_loaded(config, *alone), dtype, alone, entry.max_batch_tokens, in_ring=bool(node.members))
         tokens = whole_pages(entry.cache_tokens or 1)
         return Pipeline(cards, tuple(cards.layers(tokens)), cards.needs(tokens))
 

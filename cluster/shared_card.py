@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from cluster.model_spec import ModelSpec
-from cluster.needs import dtype_on, memory_kind
+from cluster.needs import as_loaded, dtype_on, memory_kind
 from cluster.nodes import GIB, Node
 from engine.devices import compute_dtype
 from engine.errors import ModelError
@@ -33,7 +33,13 @@ def shared_cache_tokens(node: Node, models: Sequence[tuple[ModelSpec, ModelConfi
         return None
     kind = memory_kind(node)
     needs = [
-        footprint(config, dtype_on(spec, node, config), kind, spec.max_batch_tokens, cache_tokens=spec.cache_tokens or 0).total
+        footprint(
+            as_loaded(config, node),
+            dtype_on(spec, node, config),
+            kind,
+            spec.max_batch_tokens,
+            cache_tokens=spec.cache_tokens or 0,
+        ).total
         for spec, config in models
     ]
     per_token = [bytes_per_token(config, compute_dtype(dtype_on(spec, node, config))) for spec, config in told]

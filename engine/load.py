@@ -129,7 +129,7 @@ def load(
         _configure(checkpoint, config, dtype)
         num_bytes = checkpoint.num_bytes + memory.dense_parameters(config) * wide.itemsize
         if config.part is None:  # otherwise the cut has compared each stage with its device
-            reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, device.type == "cuda"), device, str(folder))
+            reserve.check_fits(num_bytes - memory.bytes_saved(config, dtype, multiplies_codes(device)), device, str(folder))
         models = [_load_stage(stage, checkpoint) for stage in earlier]
         model = family(config, checkpoint)
         first = models[0] if models else model

@@ -1,9 +1,11 @@
 """Computes the expected memory of a replica, and checks that a generation model fits into a GPU's free memory."""
 
+from dataclasses import replace
+
 import torch
 
 from engine.amounts import gib
-from engine.devices import compute_dtype, is_integrated
+from engine.devices import compute_dtype, is_integrated, multiplies_codes
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.footprint import MOST_STREAM_TOKENS, MemoryKind, footprint
@@ -13,14 +15,14 @@ from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, in_8_b
 
 def pass_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None) -> int:
     """The bytes that passes take besides weights and cache."""
-    return footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
+    return footprint(_as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
 
 
 def planned_bytes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None, cache_tokens: int | None
 ) -> int:
     """The bytes that a plan counts for a replica: GPU memory by torch's count, or host memory by the system's count."""
-    needs = footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens)
+    needs = footprint(_as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens)
     return needs.total if device.type == "cpu" else needs.reserved
 
 
@@ -38,7 +40,7 @@ def check_generator_fits(
     """
     if device.type != "cuda":
         return
-    needs = footprint(config, dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens or PAGE_SIZE)
+    needs = footprint(_as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens or PAGE_SIZE)
     free = reserve.free_bytes(device)
     if needs.reserved + KERNEL_BYTES <= free:
         return
@@ -55,6 +57,13 @@ def check_generator_fits(
         f"tokens, and {gib(needs.cache)} for a cache of {cache_tokens or PAGE_SIZE:,} tokens; {way_out}, free memory on this "
         f"GPU, use another GPU, or a smaller dtype or model{'' if in_8_bits(config) else ', or kv_cache_dtype fp8'}"
     )
+
+
+def _as_loaded(config: ModelConfig, device: torch.device) -> ModelConfig:
+    """The model with the matrices that it has after loading: a GPU without kernels for codes dequantises a checkpoint."""
+    if config.quantization is None or device.type == "cpu" or multiplies_codes(device):
+        return config
+    return replace(config, quantization=None)
 
 
 def _kind(device: torch.device) -> MemoryKind:

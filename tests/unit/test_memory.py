@@ -45,7 +45,7 @@ from engine.model.quantized.kept import kept_form, why_not
 from engine.model.quantized.layout import Codes
 from engine.model.quantized.scheme import Awq, CompressedTensors, Fp8, Gptq, Group, ModelOpt, Scheme
 from engine.model.weights import Checkpoint, ShapeCounter
-from engine.run import reserve
+from engine.run import fits, reserve
 from engine.run.fits import check_generator_fits, pass_bytes
 from engine.run.kv_cache import PAGE_SIZE, KVCache, default_tokens
 from engine.run.pack import BatchPacker
@@ -409,6 +409,20 @@ class _Watched(Checkpoint):
         if isinstance(matrix, Quantized):
             self.quantized.append(matrix)
         return matrix
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_gpu_without_kernels_for_codes_needs_what_the_dequantised_model_needs(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    monkeypatch.setattr(fits, "multiplies_codes", lambda _: keeps)
+    monkeypatch.setattr(fits, "is_integrated", lambda _: False)
+    plain = CATALOGUE["Qwen/Qwen3-8B"]
+    in_codes, in_16_bits = (
+        fits.planned_bytes(each, torch.bfloat16, torch.device("cuda"), None, PAGE_SIZE)
+        for each in (replace(plain, quantization=Awq(128)), plain)
+    )
+    assert (in_codes < in_16_bits - (9 << 30)) if keeps else (in_codes == in_16_bits)
 
 
 MXFP4 = Group(("Linear",), 4, True, "group", symmetric=True, packed=True, group_size=32)

@@ -362,6 +362,23 @@ def test_old_cards_hold_what_the_engine_will_load_there() -> None:
         assert weights[0] / weights[1] == pytest.approx(factor, rel=0.02)
 
 
+@pytest.mark.parametrize(("size", "saved"), [("4B", 4 * GIB), ("8B", 9 * GIB)])
+def test_a_card_without_kernels_for_codes_holds_dequantised_layers(
+    monkeypatch: pytest.MonkeyPatch, size: str, saved: int
+) -> None:
+    """The 8B needs several T4."""
+    plain, quantised = f"Qwen/Qwen3-{size}", f"an/{size}-AWQ"
+    monkeypatch.setitem(CATALOGUE, quantised, replace(CATALOGUE[plain], quantization=Awq(128)))
+    nodes = [replace(T4, cards=T4.cards * 8), replace(A100, cards=A100.cards * 8)]
+    needs = {
+        (node.name, model): planned([node], entry(model=model, dtype="bf16", streams=1)).assigned[0].needs_bytes
+        for node in nodes
+        for model in (plain, quantised)
+    }
+    assert needs["t", quantised] == needs["t", plain]
+    assert needs["a", quantised] < needs["a", plain] - saved
+
+
 CPU_BF16 = replace(CPU, name="new", cpu_bf16=True, num_cpus=64)
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
