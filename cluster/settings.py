@@ -90,7 +90,9 @@ class ServerSettings(BaseModel):
         description="All API keys share the cache. Times then show whether another key has sent the same input",
     )
     usage_log: Annotated[str | None, BeforeValidator(_path)] = Field(
-        None, description="A file of usage by API key and model, one line per minute, for `emberforge keys usage` [default: none]"
+        None,
+        description="A file of usage by API key and model, one line per minute, for `emberforge keys usage`. "
+        "It needs api_keys_file or api_key; otherwise the server does not start [default: none]",
     )
 
     @model_validator(mode="after")

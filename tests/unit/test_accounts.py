@@ -639,6 +639,9 @@ def test_a_server_writes_its_usage(tokenizer: Tokenizer, file: Path, log: Path) 
 def test_a_usage_log_without_keys_is_refused() -> None:
     with pytest.raises(SettingsError, match="usage_log counts by API key"):
         load_settings({"usage_log": "x"}, {})
+    assert "It needs api_keys_file or api_key; otherwise the server does not start" in (
+        Settings.model_fields["usage_log"].description or ""
+    )
 
 
 def test_the_number_of_series_is_bounded() -> None:
