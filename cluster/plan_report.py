@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.amounts import capability
 from cluster.gateways import REQUESTS_PER_GATEWAY, TEXT_TOKENS, needed
 from cluster.generation import ring_pass_s
 from cluster.needs import Pipeline
@@ -17,7 +18,7 @@ from cluster.nodes import GIB
 from cluster.plan import Assigned, GenerationRates, Plan, PlannedPool, Unplaced
 from cluster.slots import GATEWAY_CPUS
 from cluster.throughput import Basis, speed_of
-from engine.devices import DTYPES, DtypeName
+from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
 from engine.model.config import ModelConfig
 from engine.model.footprint import HOST_BYTES, keeps_e4m3, kept_in_codes, num_quantized
 from engine.model.slower_in_8_bits import slower_in_8_bits
@@ -46,6 +47,7 @@ _GENERATION = (
 )
 # The mapping of a file of weights counts as the host's memory until the file has been copied. Large models have several files.
 _MOST_FILE_BYTES = 5 * GIB
+_KEEPING = f"GPUs of compute capability {capability(LEAST_CAPABILITY[DTYPES['int4']])} or later"  # keep codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +235,11 @@ def _of_quantised(shape: ModelConfig, dtype: DtypeName) -> str:
         return f"it is {dequantised}"
     if values < all_values:
         share = 100 * values // all_values
-        kept = f"GPUs keep {share} % of the layers' values in their bits and"
+        kept = f"{_KEEPING} keep {share} % of the layers' values in their bits and"
         if dtype == "int4":
             return f"{kept} round the others to 4 bits"
-        return f"{kept} dequantise the others; on a CPU it is {dequantised}"
-    return f"GPUs keep it in its bits, on a CPU it is {dequantised}"
+        return f"{kept} dequantise the others; elsewhere it is {dequantised}"
+    return f"{_KEEPING} keep it in its bits, elsewhere it is {dequantised}"
 
 
 def failure(plan: Plan) -> str:

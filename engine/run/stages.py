@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from engine import cut
-from engine.devices import compute_dtype
+from engine.devices import compute_dtype, multiplies_codes
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -57,7 +57,8 @@ def plan_stages(
         raise ModelError(f"{reason}; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
-    sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda")
+    in_codes = config.quantization is None or all(map(multiplies_codes, devices))
+    sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda" and in_codes)
     cards = _cards(config, dtype, devices, sizes, max_batch_tokens)
     page = whole_pages(1)
     if config.generation is None:

@@ -196,7 +196,7 @@ def test_an_fp8_checkpoint_takes_its_own_bytes(monkeypatch: pytest.MonkeyPatch) 
     asked: dict[str, object] = {"model": "published/FP8", "context": 24_576, "streams": 1}
     plan = planned((PC1,), asked)
     assert plan.unplaced == ()
-    assert "GPUs keep it in its bits" in " ".join(plan_report.notes(plan))
+    assert "GPUs of compute capability 8.0 or later keep it in its bits" in " ".join(plan_report.notes(plan))
     assert planned((PC1,), asked | {"model": "Qwen/Qwen3-8B"}).unplaced
     in_float8 = planned((L40S,), asked | {"dtype": "float8"})
     assert "GPUs of compute capability 9.0 keep its values in e4m3" in " ".join(plan_report.notes(in_float8))
@@ -301,8 +301,8 @@ def test_an_8b_of_a_gguf_file_on_12_gb(tmp_path: Path, monkeypatch: pytest.Monke
     in_16_bits = replace(config, quantization=replace(config.quantization, head=None))  # type: ignore[arg-type,type-var]
     rates = [decode_tokens_per_s(each, BF16, SMALL, 1, 256) for each in (in_16_bits, config)]
     assert 1.05 < rates[1] / rates[0] < 1.1, "a step of one stream reads 0.7 GB less"
-    quantised = "m0: the checkpoint is quantised (GGUF with Q4_K and Q6_K); GPUs keep"
-    assert any(note.startswith(f"{quantised} it in its bits, on a CPU") for note in plan_report.notes(short))
+    quantised = "m0: the checkpoint is quantised (GGUF with Q4_K and Q6_K); GPUs of compute capability 8.0 or later keep"
+    assert any(note.startswith(f"{quantised} it in its bits, elsewhere") for note in plan_report.notes(short))
     rounded = f"{quantised} 85 % of the layers' values in their bits and round the others to 4 bits"
     assert rounded in plan_report.notes(small)
 

@@ -14,6 +14,7 @@ from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
 from engine.model.footprint import bytes_saved, num_parameters
+from engine.model.quantized.scheme import Awq
 from engine.run import stages
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens
 from engine.run.layer_times import Call, Times, measure
@@ -140,6 +141,25 @@ def test_the_cache_takes_what_the_fuller_gpu_has_left(config_of: Callable[..., M
     gpus([0, 0, 0], [1e12] * 3)
     with pytest.raises(ModelError, match=r"of its 6 layers cuda:0 with .* free holds \d, cuda:1 with .* free holds \d"):
         plan_stages(replace(config, vocab_size=10_000_000), torch.bfloat16, GPUS[:2], 256, None)
+
+
+def test_gpus_without_kernels_for_codes_count_16_bits(
+    config_of: Callable[..., ModelConfig], gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine dequantises a quantised checkpoint there, so as many layers fit as of the checkpoint in 16 bits."""
+    plain = config_of("qwen2_lm", tie_word_embeddings=False, hidden_size=256, intermediate_size=512)
+    config = replace(plain, quantization=Awq(128))
+    sizes = [stages.sizes_of(each, torch.bfloat16, on_gpu=True) for each in (config, plain)]
+    weights = [sum(each.layer_bytes) + each.words_bytes + each.head_bytes for each in sizes]
+    assert weights[0] < 0.6 * weights[1]
+    gpus([int(0.8 * weights[0])] * 3, [1e12] * 3)
+    for newer in (2, 1):  # GPUs that have the kernels
+        monkeypatch.setattr(stages, "multiplies_codes", lambda device, newer=newer: device.index < newer)
+        if newer == 2:
+            assert len(plan_stages(config, torch.bfloat16, GPUS[:2], 256, PAGE_SIZE)[0]) == 2
+        else:
+            with pytest.raises(ModelError, match="of its 6 layers cuda:0 with"):
+                plan_stages(config, torch.bfloat16, GPUS[:2], 256, PAGE_SIZE)
 
 
 def test_a_gpu_and_a_cpu_do_not_share_a_model(config_of: Callable[..., ModelConfig]) -> None:
