@@ -21,14 +21,11 @@ from cluster.settings import ServerSettings
 from cluster.shared_card import replicas_on_a_card
 from serve_app.deployment import deployment_options
 from serve_app.gateway import app as gateway
-from serve_app.gateway.config import GatewayArgs, GatewayModel, PoolRef
+from serve_app.gateway.config import GUESSED_TOKENS_PER_S, GatewayArgs, GatewayModel, PoolRef
 from serve_app.replica import pool
 from serve_app.replica.model_server import ModelServer
 from serve_app.replica.pool import PoolArgs
 from serve_app.settings import GATEWAY, Settings
-
-# Tokens/s of a pool until a replica has measured its own rate.
-_TOKENS_PER_S = 1_000.0
 
 
 class ModelArgs(BaseModel):
@@ -163,7 +160,7 @@ def _pools(settings: Settings) -> list[PoolArgs]:
             pool=pool_name(spec.name),
             spec=spec,
             num_threads=settings.num_threads,
-            tokens_per_s=_TOKENS_PER_S,
+            tokens_per_s=GUESSED_TOKENS_PER_S,
             settings=_shared(settings),
         )
         for spec in settings.specs
@@ -177,7 +174,7 @@ def _gateway(settings: Settings) -> GatewayArgs:
 
 
 def _gateway_model(spec: ModelSpec) -> GatewayModel:
-    ref = PoolRef(name=pool_name(spec.name), node_class="local", tokens_per_s=_TOKENS_PER_S)
+    ref = PoolRef(name=pool_name(spec.name), node_class="local")
     return GatewayModel(spec=spec, pools=(ref,))
 
 

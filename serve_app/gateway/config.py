@@ -9,6 +9,9 @@ from cluster.settings import ServerSettings
 
 Asleep = Literal["wait", "refuse"]
 
+# Tokens/s of a replica that has not measured its rate, if no plan predicts it. Only routing uses it.
+GUESSED_TOKENS_PER_S = 1_000.0
+
 
 class PoolRef(BaseModel):
     """One pool of a model. `name` is also the name of the pool's Serve application.
@@ -20,8 +23,13 @@ class PoolRef(BaseModel):
 
     name: str
     node_class: str
-    tokens_per_s: float = Field(gt=0)
+    tokens_per_s: float | None = Field(None, gt=0)  # of one replica, as the plan predicts; None without a plan
     sleeps: bool = False  # whether it has no replicas while no requests come
+
+    @property
+    def assumed_tokens_per_s(self) -> float:
+        """The rate that routing uses for a replica until it has measured its own."""
+        return self.tokens_per_s or GUESSED_TOKENS_PER_S
 
 
 class Trial(BaseModel):

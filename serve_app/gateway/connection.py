@@ -57,7 +57,7 @@ class PoolConnection:
     def __init__(self, ref: PoolRef, kind: type[PoolLoad] = PoolLoad) -> None:
         """`kind`: the class of the pool's load. The first connection to a pool decides it."""
         self.ref = ref
-        self.load = load_of(ref.name, ref.tokens_per_s, kind)
+        self.load = load_of(ref.name, ref.assumed_tokens_per_s, kind)
         self.turns = Turns()  # a gateway replaces it with the turns of all its large work
         self.others: Sequence[PoolLoad] = ()  # the loads of the model's other pools
         self._handle: DeploymentHandle[Any] | None = None
@@ -95,7 +95,7 @@ class PoolConnection:
         """
         heard = self.load.heard
         turns = [each.report.max_batch_tokens / SHARE for each in heard if each.report.max_batch_tokens]
-        rate = min((self.load.rate(each) for each in heard), default=self.ref.tokens_per_s)
+        rate = min((self.load.rate(each) for each in heard), default=self.ref.assumed_tokens_per_s)
         return min([_JOINT_CALL_S * rate, *turns])
 
     def has_room(self, num_calls: int) -> bool:

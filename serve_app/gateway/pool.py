@@ -1,6 +1,7 @@
 """One pool for the gateway's models: an outbox that joins requests into calls, and the connection that sends the calls."""
 
 from collections.abc import Sequence
+from math import nan
 from time import monotonic
 from typing import Any
 
@@ -64,8 +65,11 @@ class PoolClient:
             self.load.finished(ticket, monotonic(), failed=failed)
 
     @property
-    def tokens_per_s(self) -> float:
-        return sum(self.load.rate(each) for each in self.load.heard)
+    def tokens_per_s(self) -> float | None:
+        """Tokens/s of the replicas together: measured rates, or else the plan's. None if a replica has neither."""
+        rates = [each.report.tokens_per_s or self.ref.tokens_per_s for each in self.load.heard]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if len(known) == len(rates) else None
 
     @property
     def queued_tokens(self) -> float:
@@ -84,14 +88,14 @@ class PoolClient:
 
     def describe(self) -> dict[str, Any]:
         """The pool's entry in `GET /v1/models`."""
-        heard = self.load.heard
+        heard, rate = self.load.heard, self.tokens_per_s
         return {
             "name": self.ref.name,
             "node_class": self.ref.node_class,
             "state": self.state,
             "replicas": len(heard),
             "queued_tokens": round(self.queued_tokens),
-            "tokens_per_s": round(self.tokens_per_s),
+            "tokens_per_s": None if rate is None else round(rate),
             "busy": round(sum(each.report.busy for each in heard) / max(1, len(heard)), 2),
         }
 
@@ -107,7 +111,7 @@ class PoolClient:
             self.ref.sleeps,
             lambda: len(self.load.heard),
             lambda: self.queued_tokens,
-            lambda: self.tokens_per_s,
+            lambda: nan if (rate := self.tokens_per_s) is None else rate,
         )
 
     def show_pages_in(self, metrics: Metrics, model: str) -> None:

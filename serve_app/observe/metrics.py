@@ -98,7 +98,7 @@ class Metrics:
         self._pool_sleeps = self._gauge("pool_sleeps", "1 if the pool has no replicas while it has no requests", "pool")
         self._pool_queued = self._gauge("pool_queue_tokens", "Tokens of inputs and prompts that wait in a pool", "pool")
         self._pool_pages = self._gauge("pool_kv_pages_held", "Pages of a pool's KV caches that streams hold", "pool")
-        self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together", "pool")
+        self._pool_rate = self._gauge("pool_tokens_per_second", "Tokens/s of a pool's replicas together; NaN if unknown", "pool")
 
     def watch_queue(self, tokens: Callable[[], int], requests: Callable[[], int], inputs: Callable[[], int]) -> None:
         """Adds gauges of this process's engine. They are read at each scrape."""

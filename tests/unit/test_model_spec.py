@@ -82,6 +82,30 @@ def test_info_of_a_cluster_tells_what_each_pool_has_loaded(models: PooledModels)
         assert client.post("/tokenize", json={"inputs": "x"}).headers["x-model-revision"] == "new"
 
 
+@pytest.mark.parametrize(("measured", "shown"), [(0.0, None), (4_000.0, 4_000)])
+def test_a_server_without_a_plan_shows_only_a_measured_rate(
+    monkeypatch: pytest.MonkeyPatch, measured: float, shown: int | None
+) -> None:
+    monkeypatch.setattr(router, "LOADS", {})
+    models, metrics = pooled(_gateway(Settings(models=(EMBEDDED_MODEL,), gateways=1))), Metrics("gateway")
+    models.show_in(metrics)
+    (pool,) = models.get(None).pools
+    with TestClient(Api(models, Settings(), metrics).app) as client:
+        assert client.get("/v1/models").json()["data"][0]["pools"][0]["tokens_per_s"] == 0, "no replica yet"
+        pool.load.update({"r": Report(monotonic(), tokens_per_s=measured)}, monotonic())
+        (entry,) = client.get("/v1/models").json()["data"]
+        assert (entry["pools"][0]["replicas"], entry["pools"][0]["tokens_per_s"]) == (1, shown)
+        text = client.get("/metrics").text
+    gauge = f'emberforge_pool_tokens_per_second{{model="{EMBEDDED_MODEL}",pool="{pool.ref.name}"}} '
+    assert gauge + ("NaN" if shown is None else f"{measured}") in text
+
+
+@pytest.mark.parametrize("models", ["auto"], indirect=True)
+def test_a_planned_rate_is_shown_until_one_is_measured(models: PooledModels) -> None:
+    report(models, "float32", "float32")
+    assert [pool["tokens_per_s"] for pool in models.models()[0]["pools"]] == [1, 1]
+
+
 def test_a_gateway_with_other_files_than_planned_does_not_start() -> None:
     spec = {"name": "m", "model": EMBEDDED_MODEL, "revision": "files-0"}
     pool = {"name": "a", "node_class": "c", "tokens_per_s": 1}
