@@ -4,6 +4,8 @@
 """
 
 import math
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 from engine.errors import BackendError, EmberError, EmptyInput, EngineStopped, InvalidInput, TokenizerError
 
@@ -112,6 +114,19 @@ class UnknownModel(ApiError):
     """The server has no model of this name, or not for this API key."""
 
     status, error_type = 404, "NotFound"
+
+    @classmethod
+    def among(cls, name: str, names: Iterable[str]) -> "UnknownModel":
+        """The error for `name`. `names` are the models and aliases that the caller may see."""
+        names = tuple(names)
+        return cls(f"model `{name}` is not served here; the models are {', '.join(names)}{did_you_mean(name, names)}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of an error: suggests the name of `names` that is most similar to `name`. Empty if none is similar."""
+    folded = {each.casefold(): each for each in names}
+    close = get_close_matches(name.casefold(), folded, n=1)
+    return f"; did you mean '{folded[close[0]]}'?" if close else ""
 
 
 class UnknownRoute(ApiError):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from serve_app.admission.accounts import calling
-from serve_app.errors import UnknownModel
+from serve_app.errors import UnknownModel, did_you_mean
 from serve_app.models import Check, ServedModel, ServedModels, passes
 
 
@@ -34,7 +34,10 @@ class KeyModels:
             except UnknownModel:
                 pass  # the error's text would name models of other keys
         asked = "" if name is None else f"it may not use model `{name}`; "
-        raise UnknownModel(f"the API key `{account.name}`: {asked}it may use {', '.join(ids) or 'no model of this server'}")
+        # A suggestion must not tell the names of other models.
+        meant = "" if name is None else did_you_mean(name, (each for model in ids for each in self._names[model]))
+        usable = ", ".join(ids) or "no model of this server"
+        raise UnknownModel(f"the API key `{account.name}`: {asked}it may use {usable}{meant}")
 
     def models(self) -> list[dict[str, Any]]:
         """As `ServedModels.models`, of the models of the key."""

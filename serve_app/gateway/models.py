@@ -448,7 +448,7 @@ class PooledModels:
             able = [] if check is None else [self._default, *self._models]
             return self._version(next((model for model in able if check and passes(check, model.info)), self._default))
         if name not in self._by_name:
-            raise UnknownModel(f"model `{name}` is not served here; the models are {', '.join(self._by_name)}")
+            raise UnknownModel.among(name, self._by_name)
         return self._version(self._by_name[name])
 
     def _version(self, model: PooledModel) -> PooledModel:

@@ -72,7 +72,7 @@ async def model(service: Service, request: Request) -> Response:
     for entry in entries:
         if name in (entry["id"], *entry.get("aliases", ())):
             return json_response(to_json(entry))
-    raise UnknownModel(f"model `{name}` is not served here; the models are {', '.join(each['id'] for each in entries)}")
+    raise UnknownModel.among(name, (each for entry in entries for each in (entry["id"], *entry.get("aliases", ()))))
 
 
 async def openapi(_service: Service, request: Request) -> Response:

@@ -315,7 +315,7 @@ class Models:
             able = (each for each in self._models.values() if check is None or passes(check, each.info))
             return next(able, next(iter(self._models.values())))
         if name not in self._models:
-            raise UnknownModel(f"model `{name}` is not served here; the models are {', '.join(self._models)}")
+            raise UnknownModel.among(name, [*self._models, "big"])
         return self._models[name]
 
     def models(self) -> list[dict[str, Any]]:
@@ -396,9 +396,29 @@ def test_a_key_has_its_models_and_no_others(tokenizer: Tokenizer, file: Path) ->
         assert (refused.status_code, refused.json()) == (404, {"message": text.format(name)})
         assert server.get(bound, f"/v1/models/{name}").status_code == 404
         assert server.get(bound, f"/info?model={name}").status_code == 404
-    assert "small" not in server.get(bound, "/v1/models/missing").text
+        assert "small" not in server.get(bound, f"/v1/models/{name}").text.replace(f"`{name}`", "")
     assert server.embed(nothing).json()["error"] == "the API key `x`: it may use no model of this server"
     assert server.get(bound, "/info").json()["served_model_name"] == "large"
+
+
+@pytest.mark.parametrize(("name", "meant"), [("SMALL", "small"), ("smal", "small"), ("lagre", "large"), ("Big", "big")])
+def test_an_unknown_model_suggests_a_similar_one_that_the_key_may_use(
+    tokenizer: Tokenizer, file: Path, name: str, meant: str
+) -> None:
+    free, bound = add_key(file, "free"), add_key(file, "bound", {"models": "big"})
+    server = Server(tokenizer, file)
+    end = f"; did you mean '{meant}'?"
+    text = f"model `{name}` is not served here; the models are small, large, big" + end
+    assert server.embed(free, model=name).json() == {"error": text, "error_type": "NotFound"}
+    assert server.embed(free, path="/v1/embeddings", model=name).json()["error"]["message"] == text
+    assert server.embed(free, path="/v1/embed", model=name).json() == {"message": text}
+    assert server.get(free, f"/v1/models/{name}").json()["error"]["message"] == text
+    assert server.get(free, f"/info?model={name}").json()["error"] == text
+    refused = server.embed(bound, model=name).json()["error"]
+    listed = server.get(bound, f"/v1/models/{name}").json()["error"]["message"]
+    for said in (refused, listed):
+        assert "small" not in said.replace(f"`{name}`", "")
+        assert said.endswith(end) is (meant != "small"), said
 
 
 def test_a_request_has_no_higher_priority_than_its_key(tokenizer: Tokenizer, file: Path) -> None:

@@ -106,6 +106,15 @@ def test_a_planned_rate_is_shown_until_one_is_measured(models: PooledModels) -> 
     assert [pool["tokens_per_s"] for pool in models.models()[0]["pools"]] == [1, 1]
 
 
+@pytest.mark.parametrize("models", ["auto"], indirect=True)
+def test_a_gateway_suggests_a_model_of_a_similar_name(models: PooledModels) -> None:
+    with TestClient(Api(models, Settings(), Metrics("gateway")).app) as client:
+        for name, end in (("M", "the models are m; did you mean 'm'?"), ("other", "the models are m")):
+            text = f"model `{name}` is not served here; {end}"
+            assert client.post("/embed", json={"inputs": "x", "model": name}).json()["error"] == text
+            assert client.get(f"/v1/models/{name}").json()["error"]["message"] == text
+
+
 def test_a_gateway_with_other_files_than_planned_does_not_start() -> None:
     spec = {"name": "m", "model": EMBEDDED_MODEL, "revision": "files-0"}
     pool = {"name": "a", "node_class": "c", "tokens_per_s": 1}
