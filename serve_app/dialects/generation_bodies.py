@@ -36,8 +36,10 @@ _MAX_STOP_CHARS = 1000
 _MAX_BIAS = 100.0
 # The most tokens of `<think>` at the end of a prompt, with the whitespace after it.
 _TAG_TOKENS = 16
-# The default of `max_tokens` in `/v1/completions`. null allows the rest of the context.
+# The default of `max_tokens` in `/v1/completions`, as in OpenAI's API.
 _COMPLETION_TOKENS = 16
+# The limit of an answer if the request sets none, for the descriptions of the fields.
+_MODELS_LIMIT = "`max_new_tokens` of the model's generation_config.json, or else the rest of the context"
 
 # Unsupported fields that would change the answer, with the values that have no effect. null has no effect either.
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -157,7 +159,9 @@ class GenerationBody(ModelBody):
     allowed_token_ids: Annotated[Items[Unsigned], Field(min_length=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_N)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description=f"The most tokens of an answer. Default: {_MODELS_LIMIT}"
+    )
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop: Stop | None = None
     stop_token_ids: Items[Unsigned] | None = None
@@ -286,7 +290,9 @@ class ChatRequest(GenerationBody):
     honoured = frozenset({"tools", "tool_choice"})
 
     messages: Annotated[Items[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The same limit as `max_tokens`. If a request has both fields, this one counts"
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Tools | None = None
@@ -399,7 +405,9 @@ class ChatRequest(GenerationBody):
 
 class CompletionRequest(GenerationBody):
     prompt: Inputs
-    max_tokens: Annotated[int, Field(ge=0)] | None = _COMPLETION_TOKENS
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        _COMPLETION_TOKENS, description=f"The most tokens of an answer. null: {_MODELS_LIMIT}"
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None

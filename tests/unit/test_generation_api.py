@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,22 @@ def test_token_ids_are_a_prompt(tmp_path: Path) -> None:
     model = FakeGenerator(tmp_path, "x")
     assert text_of(post(model, COMPLETIONS, prompt=[72, 105], echo=True)) == ["Hix"]
     assert text_of(post(model, COMPLETIONS, prompt=[[72], [105]])) == ["x", "x"]
+
+
+def test_the_model_s_limit_holds_for_a_request_without_one(tmp_path: Path) -> None:
+    """As the documentation of the field says."""
+    model = FakeGenerator(tmp_path, "x")
+    model.generation = replace(model.generation, max_new_tokens=30)
+    post(model, CHAT)
+    post(model, COMPLETIONS)
+    post(model, COMPLETIONS, max_tokens=None)
+    post(model, CHAT, max_tokens=40)
+    assert [stream.options.max_tokens for stream in model.streams] == [30, 16, 30, 40]
+    schemas = openapi.document("")["components"]["schemas"]
+    chat, completion = (schemas[name]["properties"]["max_tokens"] for name in ("ChatRequest", "CompletionRequest"))
+    assert "Default: `max_new_tokens` of the model's generation_config.json" in chat["description"]
+    assert (completion["default"], completion["nullable"]) == (16, True)
+    assert "null: `max_new_tokens` of the model's" in completion["description"]
 
 
 def test_what_the_request_leaves_out_is_the_model_s(tmp_path: Path) -> None:
