@@ -124,8 +124,9 @@ class UnknownModel(ApiError):
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error: suggests the name of `names` that is most similar to `name`. Empty if none is similar."""
-    folded = {each.casefold(): each for each in names}
-    close = get_close_matches(name.casefold(), folded, n=1)
+    folded, asked = {each.casefold(): each for each in names}, name.casefold()
+    # A repository's id may have a long owner before a served name.
+    close = get_close_matches(asked, folded, n=1) or get_close_matches(asked.rpartition("/")[2], folded, n=1)
     return f"; did you mean '{folded[close[0]]}'?" if close else ""
 
 

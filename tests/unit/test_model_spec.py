@@ -109,7 +109,8 @@ def test_a_planned_rate_is_shown_until_one_is_measured(models: PooledModels) -> 
 @pytest.mark.parametrize("models", ["auto"], indirect=True)
 def test_a_gateway_suggests_a_model_of_a_similar_name(models: PooledModels) -> None:
     with TestClient(Api(models, Settings(), Metrics("gateway")).app) as client:
-        for name, end in (("M", "the models are m; did you mean 'm'?"), ("other", "the models are m")):
+        meant = "the models are m; did you mean 'm'?"
+        for name, end in (("M", meant), ("sentence-transformers/M", meant), ("other", "the models are m")):
             text = f"model `{name}` is not served here; {end}"
             assert client.post("/embed", json={"inputs": "x", "model": name}).json()["error"] == text
             assert client.get(f"/v1/models/{name}").json()["error"]["message"] == text
