@@ -27,7 +27,7 @@ class EncodeOptions:
     `truncation_direction` is the side that loses tokens; None is the side that the model's tokenizer names.
     The prompt before each text is `prompt`, or the model's prompt called `prompt_name`, or the model's prompt for `input_type`
     (no prompt if the model has none for it), or the default prompt. `max_tokens` is a limit below the model's own, including
-    special tokens.
+    special tokens. The second text of a pair loses its tokens beyond `max_document_tokens`, also with `truncate=False`.
     """
 
     truncate: bool = True
@@ -36,6 +36,7 @@ class EncodeOptions:
     prompt: str | None = None
     input_type: InputType | None = None
     max_tokens: int | None = None
+    max_document_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

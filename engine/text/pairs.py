@@ -57,7 +57,7 @@ class PairTemplate:
         """Returns the pair's ids. `room`: the most tokens of the two texts together. Longer texts are truncated."""
         if len(first) + len(second) > room:
             kept = longest_first(len(first), len(second), room)
-            first, second = _truncate(first, kept[0], direction), _truncate(second, kept[1], direction)
+            first, second = truncated(first, kept[0], direction), truncated(second, kept[1], direction)
         ids = np.array(self.prefix + first + self.middle + second + self.suffix, dtype=np.int32)
         if self.mark:
             start = len(self.prefix) + len(first) + len(self.middle)
@@ -107,21 +107,26 @@ class InstructTemplate:
         """Returns the text before a document. A space separates the two."""
         return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
 
-    def wrap(self, body: Encoding, head: int, room: int, direction: Direction) -> NDArray[np.int32]:
+    @staticmethod
+    def head_tokens(body: Encoding, head: int) -> int:
+        """Returns the tokens of a head of `head` characters. `body`: the encoding of head and document, with offsets."""
+        return sum(start < head for start, _ in body.offsets)
+
+    def wrap(self, ids: list[int], head: int, room: int, direction: Direction) -> NDArray[np.int32]:
         """Returns the ids of an input, truncated to `room` tokens of head and document.
 
         Args:
-            body: the encoding of head and document, with offsets if `direction` is "left".
-            head: characters before the document.
+            ids: of head and document.
+            head: the tokens of the head, if `direction` is "left".
         """
-        ids = body.ids
         if len(ids) > room:
-            kept = 0 if direction == "right" else min(room, sum(start < head for start, _ in body.offsets))
-            ids = ids[:room] if direction == "right" else ids[:kept] + _truncate(ids[kept:], room - kept, "left")
+            kept = 0 if direction == "right" else min(room, head)
+            ids = ids[:room] if direction == "right" else ids[:kept] + truncated(ids[kept:], room - kept, "left")
         return np.array(self.prefix + ids + self.suffix, dtype=np.int32)
 
 
-def _truncate(ids: list[int], room: int, direction: Direction) -> list[int]:
+def truncated(ids: list[int], room: int, direction: Direction) -> list[int]:
+    """The `room` tokens that stay if `direction` is the side that loses tokens."""
     return ids[:room] if direction == "right" else ids[max(0, len(ids) - room) :]
 
 

@@ -23,7 +23,7 @@ from engine.options import Direction, EncodeOptions, Input, InputType, TokenIds
 from engine.sequences import Sequences
 from engine.text.chunks import ChunkedText, original_span, windows
 from engine.text.ids import checked_ids
-from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate
+from engine.text.pairs import SECOND_SEGMENT, InstructTemplate, PairTemplate, truncated
 from engine.text.tokenizer_settings import override
 from engine.text.word_table import WordTable
 
@@ -334,23 +334,29 @@ class Tokenizer:
     def _join(self, template: PairTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, first: int) -> list[TokenIds]:
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))  # the query of many pairs is tokenised only once
         ids = {text: each.ids for text, each in zip(texts, self._encode_batch(texts, False), strict=True)}
-        room = self._limit(options) - template.num_special
+        room, direction, most = self._limit(options) - template.num_special, self._direction(options), options.max_document_tokens
+        of_pairs = [(ids[a], ids[b] if most is None else truncated(ids[b], most, direction)) for a, b in pairs]
         if not options.truncate:
-            self._check_fits((len(ids[a]) + len(ids[b]) for a, b in pairs), room, template.num_special, options)
-        joined = (template.join(ids[a], ids[b], room, self._direction(options)) for a, b in pairs)
+            self._check_fits((len(a) + len(b) for a, b in of_pairs), room, template.num_special, options)
+        joined = (template.join(a, b, room, direction) for a, b in of_pairs)
         return [self._without_padding(self._known(index, each)) for index, each in enumerate(joined, first)]
 
     def _instruct(
         self, template: InstructTemplate, pairs: list[tuple[str, ...]], options: EncodeOptions, instruction: str, first: int
     ) -> list[TokenIds]:
-        direction = self._direction(options)
+        direction, most = self._direction(options), options.max_document_tokens
         heads = [template.head(instruction, query) for query, _ in pairs]
         bodies = [f"{head} {document}" for head, (_, document) in zip(heads, pairs, strict=True)]
-        encoded = self._encode_batch(bodies, False, offsets=direction == "left")
+        needs_heads = direction == "left" or most is not None
+        encoded = self._encode_batch(bodies, False, offsets=needs_heads)
+        kept = [template.head_tokens(body, len(head)) if needs_heads else 0 for body, head in zip(encoded, heads, strict=True)]
+        ids = [body.ids for body in encoded]
+        if most is not None:
+            ids = [each[:head] + truncated(each[head:], most, direction) for each, head in zip(ids, kept, strict=True)]
         room = self._limit(options) - template.num_special
         if not options.truncate:
-            self._check_fits((len(body.ids) for body in encoded), room, template.num_special, options)
-        wrapped = (template.wrap(body, len(head), room, direction) for body, head in zip(encoded, heads, strict=True))
+            self._check_fits(map(len, ids), room, template.num_special, options)
+        wrapped = (template.wrap(each, head, room, direction) for each, head in zip(ids, kept, strict=True))
         return [self._known(index, each) for index, each in enumerate(wrapped, first)]
 
     def _check_fits(self, lengths: Iterable[int], room: int, num_special: int, options: EncodeOptions) -> None:

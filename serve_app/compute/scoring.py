@@ -123,8 +123,13 @@ async def _score_hybrid(
     options = EmbedOptions(pooled="dense" in used, outputs=tuple(ragged))
     # No prompt: the server's default prompt is for one kind of text, and these inputs are a query and documents.
     encode, plain = model.tokenizer.encode, replace(encoding, prompt="")
+    documents = plain
+    if encoding.max_document_tokens is not None:
+        most = encoding.max_document_tokens + model.tokenizer.num_special
+        # Only a document that is too long for the model, too, may be refused.
+        documents = replace(plain, max_tokens=most, truncate=plain.truncate or most <= model.tokenizer.max_input_length)
     # The query is a piece of its own, so that errors have the numbers of the texts in the request.
-    encoded = chain(pieces(encode, [query], plain), pieces(encode, texts, plain))
+    encoded = chain(pieces(encode, [query], plain), pieces(encode, texts, documents))
     service.metrics.tei.started(state.method, state.num_inputs)
     result = await service.compute(state, model, options, state.chars_to_tokenize, encoded)
     scores = np.zeros(len(texts))

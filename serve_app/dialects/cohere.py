@@ -81,6 +81,7 @@ class CohereRerankRequest(Ranking):
 
     documents: Items[str | Document]
     top_n: Count | None = None
+    max_tokens_per_doc: Count | None = None
     return_documents: bool = False
 
     @property
@@ -130,7 +131,7 @@ async def rerank(service: Service, body: CohereRerankRequest, _headers: Headers,
             model,
             body.query,
             texts,
-            EncodeOptions(service.settings.auto_truncate),
+            EncodeOptions(service.settings.auto_truncate, max_document_tokens=body.max_tokens_per_doc),
             instruction=body.instruction,
             weights=body.weights,
         )

@@ -57,6 +57,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "best_of": (1,),
     "suffix": ("",),
+    "echo": (False,),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
     "thinking_token_budget": (),
@@ -304,14 +305,11 @@ class ChatRequest(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    echo: bool | None = None
 
     @model_validator(mode="after")
     def _chat_agrees(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("`top_logprobs` is for requests with `logprobs`: true", "top_logprobs")
-        if self.echo:
-            raise BadRequest("`echo` is not supported; leave it out", "echo")
         choice = self.tool_choice
         if self.tools is None and choice not in (None, "none", "auto"):
             raise BadRequest(
@@ -404,6 +402,8 @@ class ChatRequest(GenerationBody):
 
 
 class CompletionRequest(GenerationBody):
+    honoured = frozenset({"echo"})
+
     prompt: Inputs
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         _COMPLETION_TOKENS, description=f"The most tokens of an answer. null: {_MODELS_LIMIT}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from engine.options import EmbedOptions
+from engine.options import EmbedOptions, EncodeOptions
 from serve_app.compute.chunks import Chunks, embed_chunks, only_texts
 from serve_app.compute.embedding import embed
 from serve_app.compute.parameters import Chunking
@@ -21,11 +21,15 @@ _ENTRY_BYTES = 200
 
 class OpenAIEmbeddingsRequest(Prompted):
     input: Inputs
+    truncate: bool | None = None
     encoding_format: EncodingFormat = None
     dimensions: Dimensions | None = None
     output_dtype: OutputDtype | None = None
     user: str | None = None
     chunking: Chunking | None = None
+
+    def encode_options(self, auto_truncate: bool) -> EncodeOptions:
+        return super().encode_options(auto_truncate if self.truncate is None else self.truncate)
 
 
 async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: Headers) -> Reply:

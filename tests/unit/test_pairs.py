@@ -18,7 +18,7 @@ from tokenizers.processors import BertProcessing, PostProcessor, RobertaProcessi
 from engine import EmptyInput, InvalidInput, ModelError
 from engine.model.config import HeadConfig, ModelConfig
 from engine.model.folder import load_model_config
-from engine.options import EncodeOptions
+from engine.options import Direction, EncodeOptions
 from engine.text.pairs import SECOND_SEGMENT, longest_first
 from engine.text.tokenizer import Tokenizer
 
@@ -169,6 +169,20 @@ def test_limits(bert: Tokenizer) -> None:
     assert ids_and_types(bert.encode_pairs([("W1", "w1")], EncodeOptions())[0])[0] == [1, 0, 2, 9, 2]
     lower = Tokenizer(vocabulary(PROCESSORS["bert"]), replace(CONFIG, lower_case=True))
     assert ids_and_types(lower.encode_pairs([("W1", "W2")], EncodeOptions())[0])[0] == [1, 9, 2, 10, 2]
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("direction", "kept"), [("right", "w1 w2 w3 w4"), ("left", "w8 w9 w10 w11")])
+@pytest.mark.parametrize("instruction", [None, "w20"])
+def test_a_document_loses_the_tokens_beyond_its_limit(
+    instruction: str | None, direction: Direction, kept: str, truncate: bool
+) -> None:
+    ours = Tokenizer(vocabulary(PROCESSORS["bert"]), replace(CONFIG, max_input_length=64, instruction=instruction))
+    long = [("w30", " ".join(f"w{index}" for index in range(1, 12))), ("w30 w31", "w40")]
+    options = EncodeOptions(truncate, direction, max_document_tokens=4)
+    found, expected = (ours.encode_pairs(pairs, options) for pairs in (long, [("w30", kept), ("w30 w31", "w40")]))
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    assert len(ours.encode_pairs(long, EncodeOptions(truncate, direction))[0]) == len(found[0]) + 7
 
 
 def test_characters_are_limited_by_half_for_each_text(bert: Tokenizer) -> None:

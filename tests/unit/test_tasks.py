@@ -320,6 +320,19 @@ def test_a_rerank_of_hybrid_scores_takes_what_the_model_has(serve: Serve) -> Non
     assert served.refused("/rerank", query="q", texts=["x"], instruction="find it")[0] == 422
 
 
+@pytest.mark.parametrize("kind", ["reranker", "m3"])
+def test_rerank_shortens_documents(serve: Serve, kind: str) -> None:
+    """Cohere's `max_tokens_per_doc`. The words of these documents are one token each."""
+    served = serve(kind)
+    short = served.post("/v2/rerank", query="what?", documents=["the first", "second one"])
+    long = served.post(
+        "/v2/rerank", query="what?", documents=["the first of many texts", "second one " + "and more " * 40], max_tokens_per_doc=2
+    )
+    assert long["results"] == short["results"]
+    assert long["usage"] == short["usage"]
+    assert served.send("POST", "/v2/rerank", {"query": "q", "documents": ["x"], "max_tokens_per_doc": 0}).status_code == 400
+
+
 def test_the_default_prompt_is_not_put_before_what_is_ranked(serve: Serve) -> None:
     served = serve("m3")
     plain = served.post("/rerank", query="what?", texts=TEXTS)
