@@ -115,7 +115,9 @@ _NO_ROUTE = (
     "if { path,url_dec -i /-/routes }"  # Ray's own condition would let `/-/%72outes` pass
 )
 _ERROR_FILES = re.compile(r"^ +errorfile 50[234] .*\n", re.MULTILINE)
-# HAProxy's own errors: the body, and the variable that has it in the form of the request's path.
+# HAProxy's own errors: the body, and the variable that has it in the form of the request's path. Errors of its parser (400 for a
+# malformed head or chunk, 408 for half a head) have no line here: HAProxy 2.8 answers them with its own HTML, and ignores
+# `http-error` and `errorfile`.
 _LOST = 503, "Unhealthy", "The process that had the request was lost: send the request again"
 _LATE = 408, "Timeout", "The request did not come within 10 seconds"
 _OWN_ERRORS = (
