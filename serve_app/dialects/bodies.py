@@ -5,12 +5,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 
-from engine.options import EncodeOptions
+from engine.options import Direction, EncodeOptions
 from serve_app.compute.parameters import MAX_UINT32, Body, HybridWeights
 from serve_app.dialects.faults import Fault, fault_of
 from serve_app.errors import BadBody, BadInstance
 
 T = TypeVar("T", bound=BaseModel)
+
+
+# Cohere's and NVIDIA's names for the side of a text that loses tokens. NONE: a text that is too long is refused.
+Truncate = Literal["NONE", "START", "END"]
+DIRECTIONS: dict[Any, Direction] = {"START": "left", "END": "right"}
 
 
 class ModelBody(Body):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from engine.options import Direction, EmbedOptions, EncodeOptions, InputType
+from engine.options import EmbedOptions, EncodeOptions, InputType
 from serve_app.compute.embedding import embed as compute_vectors
 from serve_app.compute.parameters import Body
 from serve_app.compute.quantize import OutputDtype
@@ -13,7 +13,7 @@ from serve_app.compute.scores import best_first
 from serve_app.compute.scoring import rerank as compute_scores
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import check_embed, check_rerank
-from serve_app.dialects.bodies import Count, ModelBody, Ranking
+from serve_app.dialects.bodies import DIRECTIONS, Count, ModelBody, Ranking, Truncate
 from serve_app.dialects.fields import Dimensions, Items, TextList
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.vectors import encoded_rows, quantized
@@ -27,7 +27,6 @@ _INPUT_TYPES: dict[str | None, InputType] = {
     "classification": "classification",
     "clustering": "clustering",
 }
-_DIRECTIONS: dict[str | None, Direction] = {"START": "left", "END": "right"}
 
 
 class CohereContent(Body):
@@ -47,7 +46,7 @@ class CohereEmbedRequest(ModelBody):
     images: Items[str] | None = None
     input_type: Literal["search_query", "search_document", "classification", "clustering", "image"] | None = None
     embedding_types: Items[CohereType] | None = None
-    truncate: Literal["NONE", "START", "END"] | None = None
+    truncate: Truncate | None = None
     output_dimension: Dimensions | None = None
     max_tokens: Dimensions | None = None
 
@@ -66,7 +65,7 @@ class CohereEmbedRequest(ModelBody):
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
         return EncodeOptions(
             truncate=auto_truncate if self.truncate is None else self.truncate != "NONE",
-            truncation_direction=_DIRECTIONS.get(self.truncate),
+            truncation_direction=DIRECTIONS.get(self.truncate),
             input_type=_INPUT_TYPES.get(self.input_type),
             max_tokens=self.max_tokens,
         )

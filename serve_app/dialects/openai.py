@@ -1,6 +1,7 @@
 """OpenAI's embeddings."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from engine.options import EmbedOptions, EncodeOptions
@@ -10,7 +11,7 @@ from serve_app.compute.parameters import Chunking
 from serve_app.compute.quantize import OutputDtype
 from serve_app.compute.service import Service
 from serve_app.compute.tasks import check_embed
-from serve_app.dialects.bodies import Prompted
+from serve_app.dialects.bodies import DIRECTIONS, Prompted, Truncate
 from serve_app.dialects.fields import Dimensions, Inputs
 from serve_app.dialects.handler import Headers, Reply
 from serve_app.dialects.vectors import DeferredList, EncodingFormat, Vectors, encoded_rows, quantized, vectors_size
@@ -21,7 +22,7 @@ _ENTRY_BYTES = 200
 
 class OpenAIEmbeddingsRequest(Prompted):
     input: Inputs
-    truncate: bool | None = None
+    truncate: bool | Truncate | None = None
     encoding_format: EncodingFormat = None
     dimensions: Dimensions | None = None
     output_dtype: OutputDtype | None = None
@@ -29,7 +30,8 @@ class OpenAIEmbeddingsRequest(Prompted):
     chunking: Chunking | None = None
 
     def encode_options(self, auto_truncate: bool) -> EncodeOptions:
-        return super().encode_options(auto_truncate if self.truncate is None else self.truncate)
+        truncate = auto_truncate if self.truncate is None else self.truncate not in (False, "NONE")
+        return replace(super().encode_options(truncate), truncation_direction=DIRECTIONS.get(self.truncate))
 
 
 async def embeddings(service: Service, body: OpenAIEmbeddingsRequest, _headers: Headers) -> Reply:

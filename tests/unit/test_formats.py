@@ -176,6 +176,19 @@ def test_a_request_without_a_side_is_cut_on_the_models_own(
         np.testing.assert_array_equal(np.float32(answer["embeddings"]["float"]), vectors)
 
 
+def test_openai_cuts_as_it_is_told(post: Post, expected: Any) -> None:
+    long = " ".join(f"word{i}" for i in range(400))
+    for given in (None, True, "END", "START"):
+        (entry,) = post("/v1/embeddings", {"input": long, "truncate": given}).json()["data"]
+        wanted = expected(long, truncation_direction="left" if given == "START" else None)
+        np.testing.assert_array_equal(np.float32([entry["embedding"]]), wanted)
+    for given in (False, "NONE"):
+        refused = post("/v1/embeddings", {"input": long, "truncate": given})
+        assert refused.status_code == 422
+        assert "`inputs` must have less than" in refused.json()["message"]
+    assert post("/v1/embeddings", {"input": "x", "truncate": "MIDDLE"}).status_code == 422
+
+
 def test_cohere_cuts_as_it_is_told(post: Post, expected: Any) -> None:
     long = " ".join(f"word{i}" for i in range(400))
 
