@@ -30,7 +30,7 @@ from cluster.throughput import (
     pipeline_tokens_per_s,
     tokens_per_s,
 )
-from engine.devices import DTYPES, LEAST_CAPABILITY, LEAST_OF_KERNELS, DtypeName, compute_dtype
+from engine.devices import DTYPES, LEAST_CAPABILITY, LEAST_OF_CODES, LEAST_OF_KERNELS, DtypeName, compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.families import family_of
@@ -41,9 +41,6 @@ from engine.run.stages import why_on_one_device
 
 # The dtypes that "auto" may become, the most preferred first. No model overflows bfloat16.
 AUTO: tuple[DtypeName, ...] = ("bfloat16", "float16", "float32")
-
-
-_OF_CODES = LEAST_CAPABILITY[DTYPES["int4"]]  # of cards that multiply with matrices in codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ def dtype_on(entry: ModelSpec, node: Node, config: ModelConfig) -> torch.dtype:
 
 def as_loaded(config: ModelConfig, *nodes: Node) -> ModelConfig:
     """The model with the matrices that the engine has after loading: cards without kernels for codes dequantise a checkpoint."""
-    lacks_kernels = any((capability_of(node) or _OF_CODES) < _OF_CODES for node in nodes)
+    lacks_kernels = any((capability_of(node) or LEAST_OF_CODES) < LEAST_OF_CODES for node in nodes)
     return replace(config, quantization=None) if lacks_kernels else config
 
 

@@ -18,7 +18,7 @@ from cluster.nodes import GIB
 from cluster.plan import Assigned, GenerationRates, Plan, PlannedPool, Unplaced
 from cluster.slots import GATEWAY_CPUS
 from cluster.throughput import Basis, speed_of
-from engine.devices import DTYPES, LEAST_CAPABILITY, DtypeName
+from engine.devices import DTYPES, LEAST_OF_CODES, DtypeName
 from engine.model.config import ModelConfig
 from engine.model.footprint import HOST_BYTES, keeps_e4m3, kept_in_codes, num_quantized
 from engine.model.slower_in_8_bits import slower_in_8_bits
@@ -47,7 +47,7 @@ _GENERATION = (
 )
 # The mapping of a file of weights counts as the host's memory until the file has been copied. Large models have several files.
 _MOST_FILE_BYTES = 5 * GIB
-_KEEPING = f"GPUs of compute capability {capability(LEAST_CAPABILITY[DTYPES['int4']])} or later"  # keep codes
+_KEEPING = f"GPUs of compute capability {capability(LEAST_OF_CODES)} or later"  # keep codes
 
 
 @dataclass(frozen=True, slots=True)

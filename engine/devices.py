@@ -25,6 +25,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 LEAST_OF_KERNELS = (7, 5)  # the least compute capability for which CUDA 13 compiles
 # The least compute capability of a GPU for layers in a dtype of 4 or 8 bits.
 LEAST_CAPABILITY: dict[torch.dtype, tuple[int, int]] = {torch.float8_e4m3fn: (8, 9), torch.int8: (8, 0), INT4: (8, 0)}
+LEAST_OF_CODES = LEAST_CAPABILITY[INT4]  # of cards whose kernels multiply with matrices in codes
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -94,7 +95,7 @@ def has_native_bf16(device: torch.device) -> bool:
 
 def multiplies_codes(device: torch.device) -> bool:
     """Whether the device is a GPU whose kernels multiply with matrices in codes."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[INT4]
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST_OF_CODES
 
 
 def is_integrated(device: torch.device) -> bool:

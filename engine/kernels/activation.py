@@ -1,6 +1,7 @@
 """SwiGLU, GeGLU, and bias + exact GeLU."""
 
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,8 +32,10 @@ def _gated(entry: str, gate_up: Tensor, interleaved: bool = False) -> Tensor:
     return out
 
 
-def gelu(x: Tensor, bias: Tensor) -> Tensor:
+def gelu(x: Tensor, bias: Tensor | None) -> Tensor:
     """Replaces x by the exact GeLU (with erf) of x + bias and returns x. x [T, I], bias [I]."""
+    if bias is None:
+        return cast(Tensor, torch.ops.aten.gelu_(x))
     if not runs_on(x):
         return reference.gelu(x, bias)
     num_rows, width = x.shape

@@ -8,8 +8,6 @@ docs/decisions/023, 067, 071, 081 and 084.
 Every function here takes x [M, K] in 16 bits and quantises it. It does not change x in 8 bits.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -79,8 +77,7 @@ def linear8_gelu(x: MaybeQuantized, up: Quantized, bias: Tensor | None) -> Tenso
     x8 = quantize(x, up.values.dtype)
     if _goes_through_tiles(x8, up):
         return gemm_hopper(x8.values, up.values, "gelu", None, x8.scale, up.scale, bias=bias)
-    y = linear8(x8, up)
-    return cast(Tensor, torch.ops.aten.gelu_(y)) if bias is None else gelu(y, bias)
+    return gelu(linear8(x8, up), bias)
 
 
 def linear8_gelu_in_e4m3(x: MaybeQuantized, up: Quantized, bias: Tensor | None) -> MaybeQuantized:

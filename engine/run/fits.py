@@ -15,14 +15,14 @@ from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, in_8_b
 
 def pass_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None) -> int:
     """The bytes that passes take besides weights and cache."""
-    return footprint(_as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
+    return footprint(as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=0).of_passes
 
 
 def planned_bytes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch_tokens: int | None, cache_tokens: int | None
 ) -> int:
     """The bytes that a plan counts for a replica: GPU memory by torch's count, or host memory by the system's count."""
-    needs = footprint(_as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens)
+    needs = footprint(as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens)
     return needs.total if device.type == "cpu" else needs.reserved
 
 
@@ -40,7 +40,7 @@ def check_generator_fits(
     """
     if device.type != "cuda":
         return
-    needs = footprint(_as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens or PAGE_SIZE)
+    needs = footprint(as_loaded(config, device), dtype, _kind(device), max_batch_tokens, cache_tokens=cache_tokens or PAGE_SIZE)
     free = reserve.free_bytes(device)
     if needs.reserved + KERNEL_BYTES <= free:
         return
@@ -59,9 +59,9 @@ def check_generator_fits(
     )
 
 
-def _as_loaded(config: ModelConfig, device: torch.device) -> ModelConfig:
+def as_loaded(config: ModelConfig, *devices: torch.device) -> ModelConfig:
     """The model with the matrices that it has after loading: a GPU without kernels for codes dequantises a checkpoint."""
-    if config.quantization is None or device.type == "cpu" or multiplies_codes(device):
+    if config.quantization is None or devices[0].type == "cpu" or all(map(multiplies_codes, devices)):
         return config
     return replace(config, quantization=None)
 

@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from engine import cut
-from engine.devices import compute_dtype, multiplies_codes
+from engine.devices import compute_dtype
 from engine.errors import ModelError
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
@@ -25,7 +25,7 @@ from engine.model.footprint import (
     word_bytes,
 )
 from engine.run import reserve
-from engine.run.fits import pass_bytes
+from engine.run.fits import as_loaded, pass_bytes
 from engine.run.kv_cache import CPU_SHARE, KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens, whole_pages
 from engine.run.layer_times import measure, seconds_on_gpu
 
@@ -57,8 +57,7 @@ def plan_stages(
         raise ModelError(f"{reason}; give one device")
     if len({device.type for device in devices}) > 1:
         raise ModelError(f"devices {', '.join(map(str, devices))}: a model runs on GPUs or on CPUs, not on both")
-    in_codes = config.quantization is None or all(map(multiplies_codes, devices))
-    sizes = sizes_of(config, dtype, on_gpu=devices[0].type == "cuda" and in_codes)
+    sizes = sizes_of(as_loaded(config, *devices), dtype, on_gpu=devices[0].type == "cuda")
     cards = _cards(config, dtype, devices, sizes, max_batch_tokens)
     page = whole_pages(1)
     if config.generation is None:

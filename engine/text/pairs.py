@@ -109,7 +109,7 @@ class InstructTemplate:
 
     @staticmethod
     def head_tokens(body: Encoding, head: int) -> int:
-        """Returns the tokens of a head of `head` characters. `body`: the encoding of head and document, with offsets."""
+        """Counts the tokens of a head of `head` characters. `body`: the encoding of head and document, with offsets."""
         return sum(start < head for start, _ in body.offsets)
 
     def wrap(self, ids: list[int], head: int, room: int, direction: Direction) -> NDArray[np.int32]:
@@ -117,7 +117,7 @@ class InstructTemplate:
 
         Args:
             ids: of head and document.
-            head: the tokens of the head, if `direction` is "left".
+            head: the number of the head's tokens. It is read only if the left side of a longer input loses tokens.
         """
         if len(ids) > room:
             kept = 0 if direction == "right" else min(room, head)

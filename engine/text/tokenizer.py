@@ -347,13 +347,14 @@ class Tokenizer:
         direction, most = self._direction(options), options.max_document_tokens
         heads = [template.head(instruction, query) for query, _ in pairs]
         bodies = [f"{head} {document}" for head, (_, document) in zip(heads, pairs, strict=True)]
-        needs_heads = direction == "left" or most is not None
-        encoded = self._encode_batch(bodies, False, offsets=needs_heads)
-        kept = [template.head_tokens(body, len(head)) if needs_heads else 0 for body, head in zip(encoded, heads, strict=True)]
-        ids = [body.ids for body in encoded]
+        encoded = self._encode_batch(bodies, False, offsets=direction == "left" or most is not None)
+        room, ids = self._limit(options) - template.num_special, [body.ids for body in encoded]
+        kept = [  # the tokens of each head, where they are read
+            template.head_tokens(body, len(head)) if most is not None or (direction == "left" and len(each) > room) else 0
+            for each, body, head in zip(ids, encoded, heads, strict=True)
+        ]
         if most is not None:
             ids = [each[:head] + truncated(each[head:], most, direction) for each, head in zip(ids, kept, strict=True)]
-        room = self._limit(options) - template.num_special
         if not options.truncate:
             self._check_fits(map(len, ids), room, template.num_special, options)
         wrapped = (template.wrap(each, head, room, direction) for each, head in zip(ids, kept, strict=True))

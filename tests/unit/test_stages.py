@@ -15,7 +15,7 @@ from engine.model.config import ModelConfig
 from engine.model.folder import load_model_config
 from engine.model.footprint import bytes_saved, num_parameters
 from engine.model.quantized.scheme import Awq
-from engine.run import stages
+from engine.run import fits, stages
 from engine.run.kv_cache import KERNEL_BYTES, PAGE_SIZE, bytes_per_token, most_default_tokens
 from engine.run.layer_times import Call, Times, measure
 from engine.run.stages import plan_ring, plan_stages
@@ -154,7 +154,7 @@ def test_gpus_without_kernels_for_codes_count_16_bits(
     assert weights[0] < 0.6 * weights[1]
     gpus([int(0.8 * weights[0])] * 3, [1e12] * 3)
     for newer in (2, 1):  # GPUs that have the kernels
-        monkeypatch.setattr(stages, "multiplies_codes", lambda device, newer=newer: device.index < newer)
+        monkeypatch.setattr(fits, "multiplies_codes", lambda device, newer=newer: device.index < newer)
         if newer == 2:
             assert len(plan_stages(config, torch.bfloat16, GPUS[:2], 256, PAGE_SIZE)[0]) == 2
         else:

@@ -40,7 +40,7 @@ constexpr int SLICE = BLOCK_N / GATED % 64 == 0 ? 64 : 32, SLICES = 2;
 constexpr u32 SLICE_BYTES = 64 * SLICE * 2;
 constexpr int RELEASING = BLOCKS ? 32 : 128;  // threads that release a stage together: a warp reads scales when its sums are done
 static_assert(!THROUGH_SHARED || BLOCK_N % (GATED * SLICE) == 0, "a tile has whole slices");
-static_assert(OPERANDS >= 2 || (!BIAS && FOLLOWED_BY != 3), "only results of 8 bits have a bias or GeLU");
+static_assert(OPERANDS >= 2 || (!BIAS && FOLLOWED_BY != 3), "only products of operands in 8 bits have a bias or GeLU");
 static_assert(!BIAS || FOLLOWED_BY == 0 || FOLLOWED_BY == 3, "SwiGLU and sums have no bias");
 static_assert(!BLOCKS || (OPERANDS == 2 && BLOCK_N <= 192), "more columns need too many registers");
 #if THROUGH_SHARED

@@ -1,6 +1,7 @@
 // y = x W^T for few rows of x, fused with the operation after it, for sm_90a: bf16, e4m3 or int8 in, sums in fp32 or int32,
 // bf16 out. The kernel reads W once, at the rate of the memory.
-//   x: tensor map of [M, K], 128 bytes and the rows of a block a box. w: tensor map of [N, K], BOX_ROWS rows and 128 bytes a box.
+//   x: tensor map of [M, K], 128 bytes a box, of each row that a block multiplies. w: tensor map of [N, K], BOX_ROWS rows and 128
+//   bytes a box.
 //   OPERANDS, row_scale, column_scale: as in gemm_hopper.cu. OPERANDS 4: W is in codes, and w are its records (csrc/codes.cuh).
 //   FOLLOWED_BY 0: y [M, N].  1: y += x W^T, in place, rounded once.  2: y [M, N / 2], silu(gate) * up. Eight rows of gate
 //   alternate with eight rows of up in W.

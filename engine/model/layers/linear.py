@@ -113,9 +113,9 @@ class Linear(ABC):
 
     def _finished(self, y: Tensor) -> Tensor:
         """Adds the bias to x W^T and applies GeLU, in place."""
-        if not self.gelu:
-            return y if self.bias is None else y.add_(self.bias)
-        return cast(Tensor, torch.ops.aten.gelu_(y)) if self.bias is None else kernels.gelu(y, self.bias)
+        if self.gelu:
+            return kernels.gelu(y, self.bias)
+        return y if self.bias is None else y.add_(self.bias)
 
     @abstractmethod
     def add_to(self, residual: Tensor, x: MaybeQuantized) -> Residual:
@@ -186,13 +186,9 @@ class CudaLinear(Linear):
 
     def __call__(self, x: MaybeQuantized) -> Tensor:
         assert isinstance(x, Tensor)
-        if self.bias is None:
-            if not self.gelu:
-                return kernels.linear(x, self.weight)
-            return cast(Tensor, torch.ops.aten.gelu_(torch.mm(x, self.weight.t())))
         if not self.gelu:
-            return F.linear(x, self.weight, self.bias)
-        if x.dtype == torch.bfloat16:
+            return kernels.linear(x, self.weight) if self.bias is None else F.linear(x, self.weight, self.bias)
+        if self.bias is not None and x.dtype == torch.bfloat16:
             return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)
         return kernels.gelu(torch.mm(x, self.weight.t()), self.bias)
 
